@@ -1,0 +1,194 @@
+"""A worker group: all ranks of the roles that share an engine, a device and a layout, behind one object.
+
+The controller (the trainer) calls a group as if there were one rank. A group cuts batches into mini-batches from
+global indices, spreads each over the data-parallel ranks, calls every rank, and puts what the source ranks return
+back in order. Only plain data and tensors cross the border.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tensordict import TensorDict
+
+from engines.config import RolloutConfig
+from engines.rollout.base import Request, Response, SamplingParams
+from engines.workers import dispatch
+from engines.workers.host import RankHost, RankPlace
+from engines.workers.spec import RoleSpec
+
+
+class WorkerError(RuntimeError):
+    """A rank died or raised; the message holds its role, rank, the reason and where its log is."""
+
+
+class WorkerGroup(ABC):
+    """The ranks of one or several roles. Usable as a context manager that shuts the ranks down."""
+
+    def __init__(self, specs: list[RoleSpec]) -> None:
+        self.specs = {spec.name: spec for spec in specs}
+        self._places: dict[str, list[RankPlace]] = {}
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    @abstractmethod
+    def _call(self, method: str, arguments: list[tuple]) -> list[Any]:
+        """Run ``RankHost.method(*arguments[rank])`` on every rank and return the results by rank.
+
+        Raises:
+            WorkerError: for the first rank that raised or died; the group is then unusable.
+        """
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Free all that the group holds. May be called twice."""
+
+    def initialize(self) -> None:
+        """Build every role's engine on every rank. Called by ``build_groups``."""
+        places = self._everywhere("initialize")
+        self._places = {name: [place[name] for place in places] for name in self.specs}
+
+    def update(
+        self,
+        role: str,
+        batch: TensorDict,
+        loss: Callable,
+        *,
+        mini_batch_size: int,
+        epochs: int = 1,
+        shuffle_key: int | None = None,
+        aggregation: str = "token-mean",
+        max_length: int | None = None,
+    ) -> dict[str, tuple[float, float]]:
+        """Train ``role``: one optimizer step per mini-batch and epoch.
+
+        Args:
+            batch: jagged per-token fields and (sequences,) per-sequence fields.
+            loss: a picklable loss function (see ``engines.training.base.LossFunction``).
+            mini_batch_size: sequences of a mini-batch, over all data-parallel ranks.
+            shuffle_key: names the permutation drawn anew in each epoch; None keeps the order.
+            max_length: the L of the aggregation ``seq-mean-token-sum-norm``.
+
+        Returns:
+            (sum, count) per metric.
+        """
+        lengths = dispatch.sequence_lengths(batch)
+        plan = dispatch.plan_mini_batches(len(lengths), mini_batch_size, epochs, shuffle_key)
+        size = self._places[role][0].data_parallel_size
+        spread = [dispatch.spread(indices, lengths, size) for indices in plan]
+        chunks = [[batch[shares[rank]] for shares in spread] for rank in range(size)]
+        arguments = [
+            (role, chunks[place.data_parallel_rank], loss, aggregation, max_length)
+            for place in self._places[role]
+        ]
+        return dispatch.merge_metrics(self._from_sources(role, self._call("update", arguments)))
+
+    def infer(self, role: str, batch: TensorDict, entropy: bool = False) -> TensorDict:
+        """``role``'s outputs without gradients, jagged and in the order of ``batch``.
+
+        Fields: ``log_probs`` (and ``entropy`` when asked for) of a language model, ``values`` of a value model.
+        """
+        lengths = dispatch.sequence_lengths(batch)
+        size = self._places[role][0].data_parallel_size
+        shares = dispatch.spread(list(range(len(lengths))), lengths, size)
+        arguments = [(role, batch[shares[p.data_parallel_rank]], entropy) for p in self._places[role]]
+        results = self._call("infer", arguments)
+        by_rank = {
+            place.data_parallel_rank: result
+            for place, result in zip(self._places[role], results, strict=True)
+            if place.is_source
+        }
+        return dispatch.collect([by_rank[rank] for rank in range(size)], shares)
+
+    def save(self, role: str, folder: Path) -> list[Any]:
+        """Write ``role``'s part of a training state; the ``ShardIndex`` of each rank."""
+        return self._everywhere("save", role, folder)
+
+    def load(self, role: str, folder: Path) -> None:
+        """Restore ``role`` from a training state of any world size and layout."""
+        self._everywhere("load", role, folder)
+
+    def export(self, role: str, folder: Path) -> None:
+        """Write ``role``'s weights as a Hugging Face folder (rank 0 writes)."""
+        self._everywhere("export", role, folder)
+
+    def reset(self, role: str) -> None:
+        """Drop ``role``'s optimizer state and step; its weights stay."""
+        self._everywhere("reset", role)
+
+    def add_rollout(self, config: RolloutConfig, model_path: Path) -> None:
+        """Build one rollout replica per rank, with the weights in ``model_path``."""
+        self._everywhere("add_rollout", config, model_path)
+
+    def sync_weights(self, role: str) -> None:
+        """Copy ``role``'s weights into every replica of this group."""
+        self._everywhere("sync_weights", role)
+
+    def generate(self, requests: list[Request], params: SamplingParams) -> list[Response]:
+        """One response per request, in order; the requests are spread over the replicas."""
+        lengths = [len(request.prompt_ids) for request in requests]
+        shares = dispatch.spread_requests(requests, lengths, self.world_size)
+        arguments = [([requests[i] for i in share], params) for share in shares]
+        return dispatch.restore_order(self._call("generate", arguments), shares)
+
+    def _everywhere(self, method: str, *arguments: Any) -> list[Any]:
+        return self._call(method, [arguments] * self.world_size)
+
+    def _from_sources(self, role: str, results: list[Any]) -> list[Any]:
+        return [r for place, r in zip(self._places[role], results, strict=True) if place.is_source]
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+class InProcessGroup(WorkerGroup):
+    """One rank, in this process."""
+
+    def __init__(self, specs: list[RoleSpec]) -> None:
+        super().__init__(specs)
+        self._host = RankHost(specs)
+
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    def _call(self, method: str, arguments: list[tuple]) -> list[Any]:
+        return [getattr(self._host, method)(*arguments[0])]
+
+    def shutdown(self) -> None:
+        self._host.shutdown()
+
+
+def build_groups(specs: list[RoleSpec]) -> dict[str, WorkerGroup]:
+    """The group of each role, by role name; engines are built.
+
+    Roles with equal placement (backend, device, layout) share a group. When that is all of them and they are one
+    rank, the group lives in this process; else every rank is a Ray actor.
+    """
+    placements: dict[Any, list[RoleSpec]] = {}
+    for spec in specs:
+        placements.setdefault(spec.placement, []).append(spec)
+    if len(placements) == 1 and specs[0].engine.layout.world_size == 1:
+        groups: list[WorkerGroup] = [InProcessGroup(specs)]
+    else:
+        from engines.workers.ray_group import start_ray_groups  # a run in one process never imports Ray
+
+        groups = start_ray_groups(list(placements.values()))
+    by_role = {name: group for group in groups for name in group.specs}
+    try:
+        for group in groups:
+            group.initialize()
+    except BaseException:
+        for group in groups:
+            group.shutdown()
+        raise
+    return by_role
