@@ -1,0 +1,84 @@
+"""Write a model's weights as the safetensors files of a Hugging Face folder, one tensor after the other.
+
+Memory: at most one shard (``max_shard_size``) is held, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from engines.model_folder import INDEX, SINGLE
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def parse_size(text: str) -> int:
+    """``"5GB"`` -> bytes (powers of ten, as in Hugging Face's ``max_shard_size``)."""
+    match = re.fullmatch(r"(\d+)(KB|MB|GB)", text)
+    if match is None:
+        raise ValueError(f"max_shard_size={text!r}: expected a number and KB, MB or GB, such as 5GB")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def write_weights(
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_size: str = "5GB"
+) -> list[Path]:
+    """Write ``tensors`` (on-disk Hugging Face name, full tensor) into ``folder``; an index is added when one file is not enough.
+
+    Args:
+        folder: exists; gets ``model.safetensors``, or numbered shards and their index.
+        tensors: each name once; a tensor larger than ``max_shard_size`` gets a shard of its own.
+        max_shard_size: largest file, such as ``5GB``.
+
+    Returns:
+        The written files.
+
+    Raises:
+        ValueError: no tensor, or a name that comes twice.
+    """
+    limit = parse_size(max_shard_size)
+    shard: dict[str, torch.Tensor] = {}
+    shards: list[tuple[Path, list[str]]] = []
+    held, total, seen = 0, 0, set()
+
+    def flush() -> None:
+        path = folder / f"shard-{len(shards) + 1:05d}.safetensors"
+        save_file(shard, path, metadata={"format": "pt"})
+        shards.append((path, list(shard)))
+        shard.clear()
+
+    for name, tensor in tensors:
+        if name in seen:
+            raise ValueError(f"tensor {name!r} was handed over twice")
+        seen.add(name)
+        size = tensor.numel() * tensor.element_size()
+        if shard and held + size > limit:
+            flush()
+            held = 0
+        shard[name] = tensor.detach().cpu().contiguous().clone()
+        held, total = held + size, total + size
+    if not seen:
+        raise ValueError("no tensor to write")
+    flush()
+    return _name_shards(folder, shards, total)
+
+
+def _name_shards(folder: Path, shards: list[tuple[Path, list[str]]], total: int) -> list[Path]:
+    """Final names, which hold the number of shards and so are known only now."""
+    if len(shards) == 1:
+        return [shards[0][0].rename(folder / SINGLE)]
+    weight_map, files = {}, []
+    for number, (path, names) in enumerate(shards, start=1):
+        file = path.rename(folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors")
+        weight_map |= dict.fromkeys(names, file.name)
+        files.append(file)
+    index = folder / INDEX
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return [*files, index]
