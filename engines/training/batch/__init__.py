@@ -1,0 +1,24 @@
+"""Batches inside an engine: packed sequences, loss weights that exist before the split, and the split itself."""
+
+from engines.training.batch.packed import PackedBatch
+from engines.training.batch.split import (
+    MicroBatch,
+    SequenceTooLongError,
+    balanced_partitions,
+    sequence_costs,
+    split_micro_batches,
+)
+from engines.training.batch.weights import AGGREGATIONS, LossTotals, loss_totals, loss_weights
+
+__all__ = [
+    "AGGREGATIONS",
+    "LossTotals",
+    "MicroBatch",
+    "PackedBatch",
+    "SequenceTooLongError",
+    "balanced_partitions",
+    "loss_totals",
+    "loss_weights",
+    "sequence_costs",
+    "split_micro_batches",
+]
