@@ -1,0 +1,67 @@
+"""Reading a state's description and proving that its bytes are those that were published. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from engines.checkpoint.errors import StateDamaged, StateFormatUnknown
+
+FORMAT = 1
+STATE_FILE = "state.json"
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file's bytes, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def self_digest(state: dict[str, Any]) -> str:
+    """Digest of a state's description without its own ``digest`` entry."""
+    rest = {key: value for key, value in state.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The description (``state.json``) of the state in folder ``path``, whose own digest is checked.
+
+    Raises:
+        StateDamaged: missing, unreadable or altered.
+        StateFormatUnknown: written by another version's format.
+    """
+    file = Path(path) / STATE_FILE
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise StateDamaged(f"{file}: missing") from None
+    except ValueError as error:
+        raise StateDamaged(f"{file}: not JSON ({error})") from None
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        found = state.get("format") if isinstance(state, dict) else type(state).__name__
+        raise StateFormatUnknown(f"{file}: format {found!r}, this version reads format {FORMAT}")
+    if state.get("digest") != self_digest(state):
+        raise StateDamaged(f"{file}: its content does not match its own digest")
+    return state
+
+
+def verify_state(path: Path) -> dict[str, Any]:
+    """Read the state in folder ``path`` and hash every file of it again; returns its description.
+
+    Raises:
+        StateDamaged: naming the first file that is missing, has another size, or another digest.
+        StateFormatUnknown: see :func:`read_state`.
+    """
+    state = read_state(path)
+    for name, expected in state["files"].items():
+        file = Path(path) / name
+        if not file.is_file():
+            raise StateDamaged(f"{file}: missing")
+        size = file.stat().st_size
+        if size != expected["bytes"]:
+            raise StateDamaged(f"{file}: {size} bytes, {expected['bytes']} were published")
+        if sha256(file) != expected["sha256"]:
+            raise StateDamaged(f"{file}: its digest is not the published one")
+    return state
