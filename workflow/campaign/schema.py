@@ -81,7 +81,9 @@ class DataConfig(Config):
     heldout_size: int = Field(1024, ge=1)
     """Held-out problems, disjoint from the training ones by digest of the question."""
     prompt: str = "{question}"
-    """What the user turn says; fields: question, and metadata by its keys."""
+    """What the user turn says; fields: question, and metadata by its keys. {field!i} writes whole numbers without ".0"."""
+    answer: str = "{answer}"
+    """What a demonstration says, with the same fields and answer; the verifier judges its content, not its form."""
     max_prompt_tokens: int = Field(512, ge=1)
     """A longer prompt is refused before anything starts."""
 
