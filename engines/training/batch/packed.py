@@ -62,17 +62,21 @@ class PackedBatch:
         device = self.tokens["input_ids"].device if "input_ids" in self.tokens else positions.device
         return positions.to(device)
 
+    def token_rows(self, indices: Sequence[int]) -> Tensor:
+        """(tokens of the sequences ``indices``,) int64, on cpu: where their tokens stand in this batch."""
+        index = torch.as_tensor(indices, dtype=torch.int64)
+        lengths = self.lengths[index]
+        shift = self.cu_seqlens[index] - (lengths.cumsum(0) - lengths)
+        return torch.arange(int(lengths.sum())) + torch.repeat_interleave(shift, lengths)
+
     def select(self, indices: Sequence[int]) -> PackedBatch:
         """The sequences ``indices``, in the order given."""
         index = torch.as_tensor(indices, dtype=torch.int64)
-        lengths = self.lengths[index]
-        cu_seqlens = _cumulative(lengths)
-        offset = torch.repeat_interleave(self.cu_seqlens[index] - cu_seqlens[:-1], lengths)
-        rows = torch.arange(int(cu_seqlens[-1])) + offset
+        rows = self.token_rows(indices)
         return PackedBatch(
             {name: field.index_select(0, rows.to(field.device)) for name, field in self.tokens.items()},
             {name: field.index_select(0, index.to(field.device)) for name, field in self.sequences.items()},
-            cu_seqlens,
+            _cumulative(self.lengths[index]),
         )
 
     def to(self, device: torch.device | str) -> PackedBatch:
