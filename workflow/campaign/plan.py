@@ -1,0 +1,166 @@
+"""The frozen plan of a campaign: every stage of every run, resolved. Written once; jobs read it and compose nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from engines.config import Config, ConfigError, LayoutConfig, parse
+from workflow.manifest import MANIFEST, Device, canonical_json, write_json
+
+
+class PlanError(RuntimeError):
+    """A plan is missing, altered, or made by another version of the code."""
+
+
+class InputRef(Config):
+    """An input of a stage: the stage that publishes it, and for training states the step."""
+
+    id: str
+    step: int | None = None
+
+
+class StageSpec(Config):
+    """One stage, resolved: all that its job needs to know."""
+
+    stage: str
+    slug: str
+    version: int
+    identity: str
+    """Numeric identity, hex."""
+    learning_identity: str
+    """Identity without backend, device, layout, dtype and threads, hex."""
+    config: dict[str, Any]
+    """The declared slice of the run, paths as they are on this machine."""
+    inputs: dict[str, InputRef] = {}
+    device: Device
+    layout: LayoutConfig = LayoutConfig()
+    """Of the role with the most ranks."""
+    world_size: int = 1
+    """Ranks of that role."""
+    threads: int = 1
+    """CPU threads per rank."""
+    steps: int = 0
+    """Training steps in all; 0 for stages that do not count steps."""
+    cuts: list[int] = []
+    """Training: the steps at which segments end."""
+    folder: str
+    """Working folder, relative to the folder from which the workflow runs."""
+    forecast_bytes: int = Field(0, ge=0)
+    """What the stage is expected to write."""
+
+    @property
+    def id(self) -> str:
+        """Key in the plan."""
+        return self.identity[:16]
+
+    @property
+    def name(self) -> str:
+        """The last part of the folder: the wildcard of the stage's rule."""
+        return f"{self.slug}-{self.identity[:8]}"
+
+    def output_folder(self, step: int | None = None) -> str:
+        """Folder of the manifest that ends at ``step`` (training), or of the only one."""
+        return self.folder if step is None else f"{self.folder}/step{step:06d}"
+
+    def manifest(self, step: int | None = None) -> str:
+        """Path of that manifest."""
+        return f"{self.output_folder(step)}/{MANIFEST}"
+
+    def log(self, step: int | None = None) -> str:
+        """Path of the log of the job that publishes it."""
+        return f"{self.folder}/log{_suffix(step)}.txt"
+
+    def failure(self, step: int | None = None) -> str:
+        """Path of the record that a failed job leaves, and the next success removes."""
+        return f"{self.folder}/failure{_suffix(step)}.json"
+
+
+class RunPlan(Config):
+    """One run: which stages it consists of."""
+
+    stages: dict[str, str | list[str]]
+    """Stage name -> id; ``evaluate`` is a list, first after SFT, then after each segment."""
+    overrides: list[str]
+    """What sets this run apart, in the order it was applied."""
+    algorithm: str
+    """grpo, ppo, or sft for the control without RL."""
+    seed: int
+
+    def ids(self) -> list[str]:
+        """Every stage of the run."""
+        return [id for value in self.stages.values() for id in ([value] if isinstance(value, str) else value)]
+
+
+class Plan(Config):
+    """A whole campaign."""
+
+    format: Literal[1] = 1
+    campaign: str
+    code: str
+    """Digest of the source that made it."""
+    environment: str
+    """Digest of the environment's lock file."""
+    options: dict[str, Any] = {}
+    """The command line: seed, controls, overrides, site."""
+    stages: dict[str, StageSpec]
+    """By id."""
+    runs: dict[str, RunPlan]
+
+    @cached_property
+    def digest(self) -> str:
+        """First 16 hex digits of the digest of the whole plan; part of its file's name."""
+        return hashlib.sha256(canonical_json(self.model_dump(mode="json")).encode()).hexdigest()[:16]
+
+    @cached_property
+    def _by_name(self) -> dict[tuple[str, str], StageSpec]:
+        return {(spec.stage, spec.name): spec for spec in self.stages.values()}
+
+    def find(self, stage: str, key: str) -> StageSpec:
+        """A stage by its id or by the name of its folder.
+
+        Raises:
+            PlanError: the plan has no such stage.
+        """
+        spec = self._by_name.get((stage, key)) or self.stages.get(key)
+        if spec is None or spec.stage != stage:
+            raise PlanError(f"the plan of campaign {self.campaign!r} has no {stage} {key!r}")
+        return spec
+
+    def input_manifest(self, ref: InputRef) -> str:
+        """Path of an input's manifest."""
+        return self.stages[ref.id].manifest(ref.step)
+
+
+def _suffix(step: int | None) -> str:
+    return "" if step is None else f"-step{step:06d}"
+
+
+def write_plan(plan: Plan, folder: Path) -> Path:
+    """Freeze ``plan`` in ``folder`` (by one rename; an equal one that is there stays). Returns its path."""
+    path = folder / f"plan-{plan.digest}.json"
+    if not path.exists():
+        write_json(path, plan.model_dump(mode="json"))
+    return path
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a frozen plan and check that it is what its name says.
+
+    Raises:
+        PlanError: missing, not a plan, or altered.
+    """
+    try:
+        plan = parse(Plan, json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise PlanError(f"{path}: no such plan") from None
+    except (ValueError, ConfigError) as error:
+        raise PlanError(f"{path}: not a plan: {error}") from None
+    if path.name != f"plan-{plan.digest}.json":
+        raise PlanError(f"{path}: altered since it was frozen (its digest is now {plan.digest})")
+    return plan
