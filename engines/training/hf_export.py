@@ -50,6 +50,7 @@ def write_weights(
     def flush() -> None:
         path = folder / f"shard-{len(shards) + 1:05d}.safetensors"
         save_file(shard, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # safetensors makes files that only their owner can read
         shards.append((path, list(shard)))
         shard.clear()
 
