@@ -158,6 +158,7 @@ def _save(file: Path, tensors: dict[str, Tensor]) -> None:
                 if code := re.search(r"os error (\d+)", str(error)):
                     raise OSError(int(code[1]), os.strerror(int(code[1])), str(file)) from error
                 raise
+            file.chmod(0o644)  # safetensors makes files that only their owner can read
             with file.open("rb") as written:
                 os.fsync(written.fileno())
     except BaseException:

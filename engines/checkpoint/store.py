@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,8 +95,8 @@ class StateStore:
         """
         return next((path for _, path in self._intact(verify)), None)
 
-    def retain(self, policy: str) -> list[int]:
-        """Release the bytes of states that ``policy`` does not keep; returns the steps that were released.
+    def retain(self, policy: str, keep: Collection[int] = ()) -> list[int]:
+        """Release the bytes of states that neither ``policy`` nor ``keep`` (steps) keeps; returns the released steps.
 
         ``all`` keeps every state, ``last`` the newest, ``every:N`` the newest and each whose step N divides.
         Only states older than the newest verified one are ever released. What a released folder holds besides
@@ -111,7 +111,7 @@ class StateStore:
         if newest is None or keep_every == 1:
             return released
         for step, path in self._folders().items():
-            if step >= _step(newest) or not (path / STATE_FILE).exists():
+            if step >= _step(newest) or step in keep or not (path / STATE_FILE).exists():
                 continue
             if keep_every and step % keep_every == 0:
                 continue

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # DTensor imports it on first use, for seconds: better once, before forking
 import torch.distributed as dist
 
 
