@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -52,8 +51,8 @@ def snapshot(root: Path, digest: str, store: Path) -> Path:
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
     if target.exists():  # altered by hand: put it aside, jobs that run from it keep their open files
-        os.rename(target, Path(tempfile.mkdtemp(dir=store, prefix=".")) / target.name)
-    os.rename(temporary, target)
+        target.rename(Path(tempfile.mkdtemp(dir=store, prefix=".")) / target.name)
+    temporary.rename(target)
     return target
 
 

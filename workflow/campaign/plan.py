@@ -43,6 +43,10 @@ class StageSpec(Config):
     """Of the role with the most ranks."""
     world_size: int = 1
     """Ranks of that role."""
+    backends: dict[str, str] = {}
+    """Engine per role."""
+    dtype: str = "float32"
+    """Compute type."""
     threads: int = 1
     """CPU threads per rank."""
     steps: int = 0

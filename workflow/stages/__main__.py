@@ -1,0 +1,25 @@
+"""``python -m workflow.stages STAGE --plan FILE --id ID [--step N]``: run one planned stage in this process."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from workflow.campaign.stages import STAGES
+from workflow.stages.runner import run
+
+
+def main() -> int:
+    """Parse the command line and run the stage."""
+    parser = argparse.ArgumentParser(prog="python -m workflow.stages", description=__doc__)
+    parser.add_argument("stage", choices=list(STAGES))
+    parser.add_argument("--plan", type=Path, required=True, help="the frozen plan of the campaign")
+    parser.add_argument("--id", required=True, help="the stage's id in the plan, or the name of its folder")
+    parser.add_argument("--step", type=int, help="train: the step at which the segment ends")
+    options = parser.parse_args()
+    return run(options.stage, options.plan, options.id, options.step)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

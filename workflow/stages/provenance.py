@@ -1,0 +1,56 @@
+"""What computed a result: kinds of hardware, versions, the commit. Never names of machines or people. Loads no framework."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+from workflow.manifest import Hardware
+
+_PACKAGES = (
+    "torch", "transformers", "tokenizers", "safetensors", "tensordict", "ray", "numpy", "reasoning-gym", "hydra-core", "snakemake",
+)  # fmt: skip
+
+
+def package_versions() -> dict[str, str]:
+    """Python and the packages whose versions can change a result, those that are installed."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def hardware() -> Hardware:
+    """Kind of CPU, and of accelerator when this process uses one."""
+    return Hardware(cpu=_cpu_kind(), accelerator=_accelerator_kind())
+
+
+def git_commit(folder: Path) -> str | None:
+    """The commit that is checked out in ``folder``, with ``-dirty`` when tracked files differ; None outside a repository."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _cpu_kind() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _accelerator_kind() -> str | None:
+    torch = sys.modules.get("torch")  # a stage that uses an accelerator has loaded it
+    for device in ("cuda", "npu"):
+        backend = getattr(torch, device, None)
+        if backend is not None and backend.is_available():
+            return backend.get_device_name(0)
+    return None

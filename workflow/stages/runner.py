@@ -1,0 +1,384 @@
+"""What all stages share: refusal, lock, attempts, signals, log, and the manifest that is published last. Loads no framework."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engines.config import ConfigError
+from engines.model_folder import ModelFolderError
+from workflow.campaign.code import code_digest, source_root
+from workflow.campaign.identity import Identity, by_content, identify
+from workflow.campaign.lock import FolderLock
+from workflow.campaign.plan import InputRef, Plan, PlanError, StageSpec, read_plan
+from workflow.campaign.slice import Slice, cut
+from workflow.campaign.stages import STAGES
+from workflow.data.errors import DataError
+from workflow.manifest import (
+    MANIFEST,
+    DeviceSeconds,
+    InputRecord,
+    Manifest,
+    ManifestError,
+    check_files,
+    describe_files,
+    is_released,
+    read_manifest,
+    write_json,
+    write_manifest,
+)
+from workflow.stages.attempts import AttemptLog
+from workflow.stages.progress import Progress
+from workflow.stages.provenance import git_commit, hardware, package_versions
+from workflow.stages.retention import release_states
+
+PUBLISHED, OWN_ERROR, REFUSED, STOPPED = 0, 1, 64, 75
+"""Exit codes: a manifest is there; the stage's own error; bad input; stopped on request with its state saved."""
+LAST_LINES = 30
+"""Of the log, in the record of a failure."""
+TWIN = ".published.json"
+"""A second name of the published manifest. A workflow engine may remove the first one together with a job that it believes failed."""
+
+
+class StageRefused(RuntimeError):
+    """The stage must not run on what it was given."""
+
+
+class StageIncomplete(RuntimeError):
+    """The stage ended with fewer steps than planned."""
+
+
+class StoppedOnRequest(Exception):
+    """The stage stopped because it was asked to; its state is saved and the same command continues."""
+
+
+_BAD_INPUT = (ConfigError, DataError, ManifestError, ModelFolderError, PlanError, StageRefused)
+
+
+class StopRequest:
+    """Whether somebody asked this process to stop (SIGTERM, SIGINT, SIGUSR2).
+
+    A stage that looks at ``requested`` between its steps says so once with ``will_poll``; any other is interrupted at once,
+    and so is a polling one at the second signal.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._polled = False
+
+    def will_poll(self) -> None:
+        """From now on the stage looks at ``requested`` itself, saves, and raises StoppedOnRequest."""
+        self._polled = True
+
+    def install(self) -> None:
+        """Listen to the signals. Main thread only."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: object) -> None:
+        again, self.requested = self.requested, True
+        if again or not self._polled:
+            raise StoppedOnRequest(f"interrupted by {signal.Signals(number).name}")
+
+
+@dataclass
+class StageContext:
+    """What a stage's ``main`` gets."""
+
+    spec: StageSpec
+    """The stage as planned."""
+    config: Slice
+    """Its declared configuration."""
+    inputs: dict[str, Manifest]
+    """The manifests it starts from; their files were hashed again."""
+    folder: Path
+    """Working folder: checkpoints, logs. Survives failures and restarts."""
+    output: Path
+    """Where published files lie and the manifest will appear: ``folder``, or for training ``folder/step000040``."""
+    step: int | None
+    """Training: the step at which this segment ends."""
+    stop: StopRequest
+    log: logging.Logger
+    attempts: AttemptLog
+    _input_folders: dict[str, Path] = field(default_factory=dict)
+
+    def input_path(self, name: str) -> Path:
+        """The folder of an input's published files."""
+        return self._input_folders[name]
+
+    def progress(self, description: str, total: int) -> Progress:
+        """A progress bar on the terminal; use as a context manager and call ``advance(n, **values)``."""
+        return Progress(f"{description} {self.spec.slug}", total)
+
+    def step_done(self, step: int) -> None:
+        """Training: note that ``step`` is complete, for the record of attempts."""
+        self.attempts.step_done(step)
+
+
+@dataclass
+class StageResult:
+    """What a stage's ``main`` returns."""
+
+    files: list[Path]
+    """Published files (or folders of them), relative to ``context.output``."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Summary, JSON."""
+    steps_planned: int = 0
+    steps_done: int = 0
+    seeds: dict[str, int] = field(default_factory=dict)
+    device_seconds: float | None = None
+    """World size x wall time that led to the result; measured by the runner when not given."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What only this stage has to say, JSON."""
+
+
+def run(stage: str, plan_path: Path, key: str, step: int | None = None) -> int:
+    """Run one planned stage in this process and publish its manifest; returns the exit code."""
+    try:
+        plan = read_plan(plan_path)
+        spec = plan.find(stage, key)
+        _check_plan(plan, spec, step)
+    except _BAD_INPUT as error:
+        print(f"{stage} {key}: refused: {error}", file=sys.stderr)
+        return REFUSED
+    output = Path(spec.output_folder(step))
+    lock = FolderLock(Path(spec.folder))
+    if _published(spec, output) is not None:
+        return PUBLISHED
+    _wait_for(lock, spec)
+    try:
+        if _published(spec, output) is not None:  # by the process we waited for
+            return PUBLISHED
+        return _attempt(plan, spec, step)
+    finally:
+        lock.release()
+
+
+def _attempt(plan: Plan, spec: StageSpec, step: int | None) -> int:
+    """One start, from the record of attempts to the manifest or the record of the failure."""
+    log_path = Path(spec.log(step))
+    attempts = AttemptLog(Path(spec.folder), step, log_path)
+    log = _open_log(spec, log_path)
+    log.info("start %d of %s %s", attempts.number, spec.stage, spec.name)
+    stop = StopRequest()
+    try:
+        stop.install()
+        context = _context(plan, spec, step, stop, log, attempts)
+        result = importlib.import_module(f"workflow.stages.{spec.stage}").main(context)
+        if result.steps_done < result.steps_planned:
+            raise StageIncomplete(f"{result.steps_done} of {result.steps_planned} steps were done")
+        attempts.end("published")
+        _publish(plan, context, result)
+    except (StoppedOnRequest, KeyboardInterrupt) as error:
+        attempts.end("stopped")
+        log.warning("stopped: %s; the same command continues", error)
+        return STOPPED
+    except Exception as error:
+        refused = isinstance(error, _BAD_INPUT)
+        attempts.end("refused" if refused else "error")
+        _record_failure(spec, step, error, log_path, log)
+        return REFUSED if refused else OWN_ERROR
+    Path(spec.failure(step)).unlink(missing_ok=True)
+    _release(plan, spec, log)
+    log.info("published %s", spec.manifest(step))
+    return PUBLISHED
+
+
+def _check_plan(plan: Plan, spec: StageSpec, step: int | None) -> None:
+    """Refuse a plan that other code made, or a stage that is not what its identity says."""
+    stage = STAGES[spec.stage]
+    if plan.code != (digest := code_digest(source_root())):
+        raise PlanError(
+            f"the plan was made by another version of the code ({plan.code[:12]}, this is {digest[:12]}); "
+            "start the workflow again, so that it plans anew"
+        )
+    if spec.version != stage.version:
+        raise PlanError(f"planned for version {spec.version} of stage {spec.stage}, this is {stage.version}")
+    if (step in spec.cuts) != bool(spec.cuts):
+        raise PlanError(f"--step {step}: the plan cuts {spec.name} at {spec.cuts or 'no step'}")
+    values = cut(stage, spec.config, tuple(path for path in stage.reads if _has(spec.config, path)))
+    inputs = {
+        name: Identity(source.identity, source.learning_identity, ref.step)
+        for name, ref in spec.inputs.items()
+        for source in [plan.stages[ref.id]]
+    }
+    if identify(stage, values, inputs, spec.threads) != Identity(spec.identity, spec.learning_identity):
+        raise PlanError(
+            f"{spec.name} is not what was planned: a file it reads has changed since; start the workflow again"
+        )
+
+
+def _has(values: Any, path: str) -> bool:
+    for name in path.split("."):
+        if not isinstance(values, dict) or name not in values:
+            return False
+        values = values[name]
+    return True
+
+
+def _published(spec: StageSpec, output: Path) -> Manifest | None:
+    """The manifest of this very stage when it and its files are intact; its first name is restored from the second."""
+    for path in (output / MANIFEST, output / TWIN):
+        try:
+            manifest = read_manifest(path)
+        except ManifestError:
+            continue
+        if manifest.identity == spec.identity and not check_files(output, manifest):
+            if path.name == TWIN:
+                _give_first_name(output)
+            return manifest
+    return None
+
+
+def _give_first_name(output: Path) -> None:
+    temporary = output / f".{MANIFEST}.{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    os.link(output / TWIN, temporary)
+    temporary.rename(output / MANIFEST)
+
+
+def _wait_for(lock: FolderLock, spec: StageSpec) -> None:
+    """Take the folder's lock; while another living process has it (one whose head died), say so and wait for it."""
+    said = False
+    for holder in lock.wait():
+        if not said:
+            print(f"{spec.stage} {spec.name}: waiting for {holder}, which is working on it", file=sys.stderr)
+        said = True
+
+
+def _context(
+    plan: Plan,
+    spec: StageSpec,
+    step: int | None,
+    stop: StopRequest,
+    log: logging.Logger,
+    attempts: AttemptLog,
+) -> StageContext:
+    inputs, folders = {}, {}
+    for name, ref in spec.inputs.items():
+        path = Path(plan.input_manifest(ref))
+        folders[name] = path.parent
+        inputs[name] = _read_input(plan, name, ref, path)
+    output = Path(spec.output_folder(step))
+    if step is None:
+        output.mkdir(parents=True, exist_ok=True)  # a training state's folder appears with the state
+    config = Slice(spec.stage, spec.config)
+    return StageContext(spec, config, inputs, Path(spec.folder), output, step, stop, log, attempts, folders)
+
+
+def _read_input(plan: Plan, name: str, ref: InputRef, path: Path) -> Manifest:
+    manifest = read_manifest(path)
+    source = plan.stages[ref.id]
+    if manifest.identity != source.identity or manifest.step != ref.step:
+        raise StageRefused(f"input {name!r}: {path} is of another stage than planned")
+    if is_released(path.parent):
+        raise StageRefused(
+            f"input {name!r}: the bytes of {path.parent} were released; remove that folder and run again to compute it anew"
+        )
+    if problems := check_files(path.parent, manifest):
+        raise StageRefused(f"input {name!r}: {problems[0]}; remove {path} and run again to compute it anew")
+    return manifest
+
+
+def _publish(plan: Plan, context: StageContext, result: StageResult) -> None:
+    spec, stage = context.spec, STAGES[context.spec.stage]
+    reads = tuple(path for path in stage.reads if _has(spec.config, path))
+    spent = context.attempts.device_seconds(spec.world_size)
+    manifest = Manifest(
+        stage=spec.stage,
+        version=spec.version,
+        id=spec.id,
+        identity=spec.identity,
+        learning_identity=spec.learning_identity,
+        slug=spec.slug,
+        step=context.step,
+        config=by_content(cut(stage, spec.config, reads)),
+        inputs={name: _input_record(context, name, ref) for name, ref in spec.inputs.items()},
+        files=describe_files(context.output, result.files),
+        steps_planned=result.steps_planned,
+        steps_done=result.steps_done,
+        seeds=result.seeds,
+        backends=spec.backends,
+        device=spec.device,
+        layout=spec.layout,
+        world_size=spec.world_size,
+        dtype=spec.dtype,
+        threads=spec.threads,
+        environment=plan.environment,
+        code=plan.code,
+        packages=package_versions(),
+        hardware=hardware(),
+        git_commit=git_commit(Path.cwd()),
+        attempts=context.attempts.all(),
+        device_seconds=spent
+        if result.device_seconds is None
+        else DeviceSeconds(used=result.device_seconds, lost=spent.lost),
+        metrics=result.metrics,
+        extra=result.extra,
+        created=_now(),
+    )
+    write_manifest(context.output / TWIN, manifest)
+    _give_first_name(context.output)
+
+
+def _input_record(context: StageContext, name: str, ref: InputRef) -> InputRecord:
+    manifest = context.inputs[name]
+    path = os.path.relpath(context.input_path(name) / MANIFEST, context.output)
+    return InputRecord(stage=manifest.stage, id=ref.id, step=ref.step, manifest=path, digest=manifest.digest)
+
+
+def _release(plan: Plan, spec: StageSpec, log: logging.Logger) -> None:
+    """Give up training states that are not needed now that this stage has published."""
+    trains = [spec] if spec.stage == "train" else []
+    trains += [plan.stages[ref.id] for ref in spec.inputs.values() if ref.step is not None]
+    for train in trains:
+        if steps := release_states(plan, train):
+            log.info("released the states of steps %s of %s", steps, train.name)
+
+
+def _record_failure(
+    spec: StageSpec, step: int | None, error: Exception, log_path: Path, log: logging.Logger
+) -> None:
+    text = "".join(traceback.format_exception(error))
+    with log_path.open("a", encoding="utf-8") as file:
+        file.write(text)
+    log.error("%s: %s", type(error).__name__, error)
+    print(f"{spec.stage} {spec.name} failed; its log: {log_path}", file=sys.stderr)
+    with log_path.open(encoding="utf-8", errors="replace") as file:
+        last = [line.rstrip("\n") for line in deque(file, maxlen=LAST_LINES)]
+    record = {
+        "stage": spec.stage,
+        "id": spec.id,
+        "step": step,
+        "class": type(error).__name__,
+        "message": str(error),
+        "log": str(log_path),
+        "last_lines": last,
+        "created": _now(),
+    }
+    write_json(Path(spec.failure(step)), record)
+
+
+def _open_log(spec: StageSpec, path: Path) -> logging.Logger:
+    """Everything goes to the file with its time; warnings and errors also to the terminal."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = logging.FileHandler(path, encoding="utf-8")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    terminal = logging.StreamHandler()
+    terminal.setLevel(logging.WARNING)
+    terminal.setFormatter(logging.Formatter(f"{spec.stage} {spec.slug}: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[file, terminal], force=True)
+    return logging.getLogger(f"baton.{spec.stage}")
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
