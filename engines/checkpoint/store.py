@@ -88,12 +88,12 @@ class StateStore:
             fsync_folder(folder)
         return self._publish(temporary, step)
 
-    def newest(self, verify: bool = True) -> Path | None:
-        """The folder of the newest state, or None. With ``verify`` every byte of it is hashed again.
+    def newest(self, verify: bool = True, at_most: int | None = None) -> Path | None:
+        """The folder of the newest state (not after step ``at_most``), or None. With ``verify`` every byte is hashed again.
 
         States that are damaged are named in a warning, with the file and the reason, and passed over.
         """
-        return next((path for _, path in self._intact(verify)), None)
+        return next((path for _, path in self._intact(verify, at_most)), None)
 
     def retain(self, policy: str, keep: Collection[int] = ()) -> list[int]:
         """Release the bytes of states that neither ``policy`` nor ``keep`` (steps) keeps; returns the released steps.
@@ -123,9 +123,9 @@ class StateStore:
                 released.append(step)
         return sorted(released)
 
-    def _intact(self, verify: bool) -> Iterator[tuple[int, Path]]:
+    def _intact(self, verify: bool, at_most: int | None = None) -> Iterator[tuple[int, Path]]:
         for step, path in sorted(self._folders().items(), reverse=True):
-            if (path / RELEASED_FILE).exists():
+            if (path / RELEASED_FILE).exists() or (at_most is not None and step > at_most):
                 continue
             try:
                 state = verify_state(path) if verify else read_state(path)

@@ -1,0 +1,72 @@
+"""Divergence from the reference policy: per-token estimators and the controller of its coefficient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workflow.campaign.schema import KLConfig
+
+ESTIMATORS = ("k1", "k2", "k3", "abs")
+
+# exp() of a log-ratio beyond this says no more than "far away" and would overflow.
+MAX_LOG_RATIO = 20.0
+
+
+def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str) -> Tensor:
+    """Per-token estimate of KL(policy || reference) from tokens that the policy sampled.
+
+    With log r = log p_reference - log p_policy: k1 = -log r; k2 = (log r)^2 / 2; k3 = (r - 1) - log r
+    (Schulman, Approximating KL Divergence, 2020); abs = |log r|. k1 and k3 are unbiased, k2 and k3 never negative.
+
+    Args:
+        log_probs, reference_log_probs: any equal shape.
+
+    Returns:
+        The same shape; differentiable in ``log_probs``.
+    """
+    log_ratio = reference_log_probs - log_probs
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k2":
+        return log_ratio.square() / 2
+    if estimator == "k3":
+        bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return torch.expm1(bounded) - bounded
+    if estimator == "abs":
+        return log_ratio.abs()
+    raise ValueError(f"kl.estimator={estimator!r} is unknown; known: {', '.join(ESTIMATORS)}")
+
+
+@dataclass
+class KLController:
+    """The coefficient of the penalty: fixed, or steered towards a target.
+
+    Adaptive (Ziegler et al., Fine-Tuning Language Models from Human Preferences, section 2.2): after n samples whose
+    mean KL per response was d, e = clip(d / target - 1, -0.2, 0.2) and coefficient *= 1 + e n / horizon.
+    """
+
+    config: KLConfig
+    coefficient: float
+
+    @staticmethod
+    def start(config: KLConfig) -> KLController:
+        """The controller before the first step."""
+        return KLController(config, config.coefficient)
+
+    def update(self, divergence: float, samples: int) -> None:
+        """Take note of the mean KL per response, ``divergence``, over ``samples`` responses."""
+        if self.config.adaptive:
+            error = min(max(divergence / self.config.target - 1, -0.2), 0.2)
+            self.coefficient *= 1 + error * samples / self.config.horizon
+
+    def state(self) -> dict[str, Any]:
+        """JSON state."""
+        return {"coefficient": self.coefficient}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
+        self.coefficient = state["coefficient"]

@@ -1,0 +1,133 @@
+"""What a response earns: the task's verifier, exact match, a pattern, or a user's function."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engines.streams import stream_key
+from workflow.campaign.schema import DataConfig, RewardConfig
+from workflow.data import Problem, Verifier, demonstration
+
+
+class RewardError(RuntimeError):
+    """A reward that could not be computed; the message names the function and the problem."""
+
+
+RewardFunction = Callable[[str, Problem], float]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of a batch of responses, in their order."""
+
+    rewards: list[float]
+    """What training maximises."""
+    correct: list[bool]
+    """Complete and of base reward 1. Not touched by partial credit or shuffling."""
+
+
+class Rewarder:
+    """Scores responses as ``config`` says.
+
+    reward = (1 - partial_credit) * base + partial_credit * (share of the answer's tokens in the right place).
+    A response that was cut off before its end earns no base reward and is never correct.
+
+    Raises:
+        RewardError: at once, when a user's function cannot be imported or a pattern is not valid.
+    """
+
+    def __init__(self, config: RewardConfig, data: DataConfig):
+        self._config, self._data = config, data
+        self._base = base_reward(config, data)
+
+    def score(
+        self, problems: Sequence[Problem], responses: Sequence[str], finished: Sequence[bool], key: int
+    ) -> Scores:
+        """Score each response to the problem at its place; ``key`` names the permutation of the shuffled control."""
+        rewards, correct = [], []
+        for problem, response, complete in zip(problems, responses, finished, strict=True):
+            base = self._base(response, problem) if complete else 0.0
+            correct.append(base == 1.0)
+            credit = self._config.partial_credit
+            if credit:
+                base = (1 - credit) * base + credit * placed_share(
+                    response, demonstration(self._data, problem)
+                )
+            rewards.append(base)
+        if self._config.shuffled:
+            order = sorted(range(len(rewards)), key=lambda i: stream_key(key, "shuffled", i))
+            rewards = [rewards[i] for i in order]
+        return Scores(rewards, correct)
+
+
+def base_reward(config: RewardConfig, data: DataConfig) -> RewardFunction:
+    """What judges a whole response, from ``reward.kind``; 1 is right."""
+    if config.kind == "verifier":
+        verifier = Verifier(data)
+        return lambda response, problem: verifier.score(problem, response)
+    if config.kind == "exact":
+        return exact_match
+    if config.kind == "regex":
+        return _pattern_match(config.pattern)
+    return load_function(config.function)
+
+
+def exact_match(response: str, problem: Problem) -> float:
+    """1 when the response is the answer, apart from white space around it; else 0."""
+    return float(response.strip() == problem.answer.strip())
+
+
+def _pattern_match(pattern: str) -> RewardFunction:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise RewardError(f"reward.pattern={pattern!r} is no regular expression: {error}") from None
+    if compiled.groups < 1:
+        raise RewardError(f"reward.pattern={pattern!r} has no group; put the answer's part in parentheses")
+
+    def match(response: str, problem: Problem) -> float:
+        found = compiled.search(response)
+        # A group that took no part in the match is None.
+        return exact_match((found and found.group(1)) or "", problem)
+
+    return match
+
+
+def load_function(path: str) -> RewardFunction:
+    """A user's ``module:function``, wrapped so that whatever goes wrong in it names it and the problem."""
+    module, separator, name = path.partition(":")
+    if not separator or not module or not name:
+        raise RewardError(f"reward.function={path!r}: write it as module:function")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        raise RewardError(f"reward.function={path!r}: cannot be imported ({error!r})") from error
+    if not callable(function):
+        raise RewardError(f"reward.function={path!r}: {type(function).__name__} is not callable")
+
+    def call(response: str, problem: Problem) -> float:
+        where = f"reward.function={path!r} on problem {problem.digest[:12]} ({problem.question[:80]!r})"
+        try:
+            reward = float(function(response, problem))
+        except Exception as error:
+            raise RewardError(f"{where}: {error!r}; the response was {response[:200]!r}") from error
+        if not math.isfinite(reward):
+            raise RewardError(f"{where}: returned {reward}; the response was {response[:200]!r}")
+        return reward
+
+    return call
+
+
+def placed_share(response: str, answer: str) -> float:
+    """Share of the answer's tokens that the response has in the right place, over the longer of the two.
+
+    Tokens are words when the answer has several, else characters.
+    """
+    split = str.split if len(answer.split()) > 1 else list
+    given, wanted = split(response.strip()), split(answer.strip())
+    placed = sum(a == b for a, b in zip(given, wanted, strict=False))
+    return placed / max(len(given), len(wanted), 1)

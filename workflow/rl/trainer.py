@@ -1,0 +1,254 @@
+"""One iteration of RL post-training, as a list of calls: read :meth:`PPOTrainer.step` first.
+
+Notable: GRPO and PPO differ in one place, ``advantages`` (and in whether there is a critic). No state of a random
+generator exists: what is drawn depends on (run, step, place) alone, so a run that is cut, killed and resumed anywhere
+goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.checkpoint import StateError, StateStore, read_state
+from engines.rollout.base import Request, Response, SamplingParams
+from engines.streams import stream_key
+from engines.training.batch import PackedBatch
+from engines.workers.group import WorkerGroup
+from workflow.campaign.schema import AlgorithmConfig, DataConfig, RolloutConfig
+from workflow.data import Problem, PromptEncoder
+from workflow.rl import advantages, measure
+from workflow.rl.batches import border, on_last_loss_token, per_sequence_sum, rollout_batch
+from workflow.rl.kl import KLController
+from workflow.rl.losses import PolicyLoss, ValueLoss
+from workflow.rl.metrics import Stopwatch
+from workflow.rl.order import DataCursor
+from workflow.rl.rewards import Rewarder, Scores
+
+
+@dataclass
+class PPOTrainer:
+    """PPO and GRPO over the groups of the roles actor, critic (ppo) and reference (with a KL penalty)."""
+
+    run: str
+    """Names all random streams: the learning identity of the training stage."""
+    algorithm: AlgorithmConfig
+    rollout_config: RolloutConfig
+    data: DataConfig
+    problems: Sequence[Problem]
+    encoder: PromptEncoder
+    rewarder: Rewarder
+    groups: Mapping[str, WorkerGroup]
+    """By role. The actor's group has a rollout."""
+    steps_done: int = 0
+    samples_seen: int = 0
+    response_tokens: int = 0
+    kl: KLController = field(init=False)
+    cursor: DataCursor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kl = KLController.start(self.algorithm.kl)
+        self.cursor = DataCursor(self.run, [problem.digest for problem in self.problems])
+        self.policy_loss = PolicyLoss(
+            self.algorithm.clip_low,
+            self.algorithm.clip_high,
+            self.algorithm.entropy_coefficient,
+            self.algorithm.kl.coefficient,
+            self.algorithm.kl.estimator if self.algorithm.kl.place == "loss" else None,
+        )
+        self.groups["actor"].sync_weights("actor")
+
+    def step(self) -> dict[str, Any]:
+        """One iteration; returns its metrics."""
+        watch = Stopwatch()
+        with watch.part("rollout"):
+            problems = self.next_problems()
+            batch, responses = self.rollout(problems)
+        with watch.part("reward"):
+            batch, scores = self.reward(batch, problems, responses)
+        with watch.part("old_log_probs"):
+            batch = self.old_log_probs(batch)
+        with watch.part("reference"):
+            batch = self.reference_log_probs(batch)
+        with watch.part("values"):
+            batch = self.values(batch)
+        batch = self.advantages(batch)
+        with watch.part("critic"):
+            critic = self.update_critic(batch)
+        with watch.part("actor"):
+            actor = self.update_actor(batch)
+        with watch.part("sync"):
+            self.groups["actor"].sync_weights("actor")
+        metrics = {
+            **measure.samples(batch, scores, responses),
+            **measure.before_update(batch, self.algorithm),
+            **measure.updates(actor, critic),
+            "kl_coefficient": self.kl.coefficient,
+        }
+        self.finish(batch)
+        return {"step": self.steps_done, **metrics, **measure.speed(batch, watch)}
+
+    def next_problems(self) -> list[Problem]:
+        """The problem of every sample of this step: each one ``samples_per_prompt`` times in a row."""
+        indices = self.cursor.take(self.algorithm.prompts_per_step)
+        return [self.problems[i] for i in indices for _ in range(self.algorithm.samples_per_prompt)]
+
+    def rollout(self, problems: list[Problem]) -> tuple[PackedBatch, list[Response]]:
+        """A response to every problem, as a batch; samples of one prompt carry the same ``group``."""
+        size = self.algorithm.samples_per_prompt
+        places = [divmod(i, size) for i in range(len(problems))]
+        prompts = [self.encoder.prompt_ids(self.data, problem) for problem in problems]
+        requests = [
+            Request(prompt, stream_key(self.run, "rollout", self.steps_done, place, sample))
+            for prompt, (place, sample) in zip(prompts, places, strict=True)
+        ]
+        responses = self.groups["actor"].generate(requests, SamplingParams.from_config(self.rollout_config))
+        return rollout_batch(prompts, responses, [place for place, _ in places]), responses
+
+    def reward(
+        self, batch: PackedBatch, problems: list[Problem], responses: list[Response]
+    ) -> tuple[PackedBatch, Scores]:
+        """Adds ``rewards``: each response's score, on its last token."""
+        texts = [self.encoder.decode(response.token_ids) for response in responses]
+        finished = [response.finished for response in responses]
+        scores = self.rewarder.score(
+            problems, texts, finished, key=stream_key(self.run, "reward", self.steps_done)
+        )
+        rewards = torch.tensor(scores.rewards, dtype=torch.float64)
+        return batch.with_tokens(rewards=on_last_loss_token(rewards, batch)), scores
+
+    def old_log_probs(self, batch: PackedBatch) -> PackedBatch:
+        """Adds ``old_log_probs``, the denominator of the ratio."""
+        if self.algorithm.old_log_probs == "rollout":
+            return batch.with_tokens(old_log_probs=batch.tokens["rollout_log_probs"])
+        return batch.with_tokens(old_log_probs=self._infer("actor", batch)["log_probs"])
+
+    def reference_log_probs(self, batch: PackedBatch) -> PackedBatch:
+        """Adds ``reference_log_probs`` when there is a KL penalty; takes it off the rewards when it belongs there."""
+        if self.algorithm.kl.place == "none":
+            return batch
+        batch = batch.with_tokens(reference_log_probs=self._infer("reference", batch)["log_probs"])
+        if self.algorithm.kl.place == "loss":
+            return batch
+        divergence = measure.divergence(batch, self.algorithm.kl) * batch.tokens["loss_mask"]
+        return batch.with_tokens(rewards=batch.tokens["rewards"] - self.kl.coefficient * divergence)
+
+    def values(self, batch: PackedBatch) -> PackedBatch:
+        """Adds the critic's ``old_values``."""
+        if "critic" not in self.groups:
+            return batch
+        return batch.with_tokens(old_values=self._infer("critic", batch)["values"])
+
+    def advantages(self, batch: PackedBatch) -> PackedBatch:
+        """Adds ``advantages`` and, with a critic, ``returns``."""
+        config, mask, rewards = self.algorithm, batch.tokens["loss_mask"], batch.tokens["rewards"]
+        if config.name == "grpo":
+            scores, groups = per_sequence_sum(rewards, batch), batch.sequences["group"]
+            return batch.with_tokens(
+                advantages=advantages.grpo(scores, groups, mask, batch.cu_seqlens, config.normalize_by_std)
+            )
+        estimated, returns = advantages.gae(
+            rewards, batch.tokens["old_values"], mask, batch.cu_seqlens, config.gamma, config.gae_lambda
+        )
+        if config.normalize_by_std:
+            estimated = advantages.whiten(estimated, mask)
+        return batch.with_tokens(advantages=estimated, returns=returns)
+
+    def update_critic(self, batch: PackedBatch) -> Mapping[str, tuple[float, float]]:
+        """Train the critic, if there is one."""
+        if "critic" not in self.groups:
+            return {}
+        return self._update(
+            "critic", border(batch, "old_values", "returns"), ValueLoss(self.algorithm.value_clip)
+        )
+
+    def update_actor(self, batch: PackedBatch) -> Mapping[str, tuple[float, float]]:
+        """Train the actor, once the critic has warmed up."""
+        if self.steps_done < actor_starts(self.algorithm):
+            return {}
+        fields = ["old_log_probs", "advantages"]
+        if self.algorithm.kl.place == "loss":
+            fields.append("reference_log_probs")
+        return self._update("actor", border(batch, *fields), self.policy_loss)
+
+    def finish(self, batch: PackedBatch) -> None:
+        """Close the step's books."""
+        if self.algorithm.kl.place == "reward":
+            per_response = per_sequence_sum(measure.divergence(batch, self.algorithm.kl), batch)
+            self.kl.update(float(per_response.mean()), len(batch))
+        self.samples_seen += len(batch)
+        self.response_tokens += int(batch.tokens["loss_mask"].sum())
+        self.steps_done += 1
+
+    def save(self, store: StateStore) -> Path:
+        """Publish the state after the steps done so far."""
+        folder = store.begin(self.steps_done)
+        roles = {role: self.groups[role].save(role, folder / role) for role in self._trained_roles()}
+        return store.commit(self.steps_done, self.state(), roles)
+
+    def load(self, folder: Path) -> None:
+        """Restore all that :meth:`save` saved.
+
+        Raises:
+            StateError: the state is of another run, or damaged.
+        """
+        self.load_state(read_state(folder)["trainer"])
+        for role in self._trained_roles():
+            self.groups[role].load(role, folder)
+        self.groups["actor"].sync_weights("actor")
+
+    def state(self) -> dict[str, Any]:
+        """JSON: everything that is not in a role's tensors."""
+        return {
+            "run": self.run,
+            "steps_done": self.steps_done,
+            "samples_seen": self.samples_seen,
+            "response_tokens": self.response_tokens,
+            "cursor": self.cursor.state(),
+            "kl": self.kl.state(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
+        if state["run"] != self.run:
+            raise StateError(f"the state is of run {state['run'][:16]}, this is run {self.run[:16]}")
+        self.steps_done = state["steps_done"]
+        self.samples_seen = state["samples_seen"]
+        self.response_tokens = state["response_tokens"]
+        self.cursor.load_state(state["cursor"])
+        self.kl.load_state(state["kl"])
+
+    def _trained_roles(self) -> list[str]:
+        return [role for role in ("actor", "critic") if role in self.groups]
+
+    def _infer(self, role: str, batch: PackedBatch) -> dict[str, Tensor]:
+        return PackedBatch.from_tensordict(self.groups[role].infer(role, border(batch))).tokens
+
+    def _update(self, role: str, batch: Any, loss: Any) -> Mapping[str, tuple[float, float]]:
+        config = self.algorithm
+        return self.groups[role].update(
+            role,
+            batch,
+            loss,
+            mini_batch_size=config.mini_batch_size,
+            epochs=config.epochs,
+            shuffle_key=stream_key(self.run, "shuffle", role, self.steps_done) if config.shuffle else None,
+            aggregation=config.aggregation,
+            max_length=self.rollout_config.max_new_tokens,
+        )
+
+
+def actor_starts(algorithm: AlgorithmConfig) -> int:
+    """The first step in which the actor learns."""
+    return algorithm.critic_warmup_steps if algorithm.name == "ppo" else 0
+
+
+def optimizer_steps(algorithm: AlgorithmConfig, role: str) -> int:
+    """Optimizer steps of ``role`` (actor or critic) in the whole run, for its learning-rate schedule."""
+    iterations = algorithm.steps - (actor_starts(algorithm) if role == "actor" else 0)
+    return max(iterations, 1) * algorithm.epochs * (algorithm.samples_per_step // algorithm.mini_batch_size)

@@ -1,0 +1,75 @@
+"""sft: supervised fine-tuning on demonstrations, from the base model to the model that RL starts from.
+
+Short, and the same for all runs that share it; so it is not cut into segments, and when interrupted it starts again.
+Demonstrations are the answers of the first training problems. With ``sft.wrong_share`` some of them show another problem's
+answer: a weak teacher, as real demonstrations are.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from engines.streams import stream_key
+from engines.training.batch import PackedBatch
+from engines.workers.group import build_groups
+from engines.workers.spec import RoleSpec
+from workflow.campaign.schema import DataConfig, SftConfig
+from workflow.data import Problem, PromptEncoder, demonstration, load_problems
+from workflow.rl.batches import demonstration_batch
+from workflow.rl.losses import SftLoss
+from workflow.rl.order import DataCursor
+from workflow.stages.runner import StageContext, StageResult
+
+ROLE = "actor"
+CURVE_FILE = "loss.jsonl"
+
+
+def main(context: StageContext) -> StageResult:
+    """Train for ``sft.steps`` steps; publish the model folder ``model/`` and the loss curve."""
+    config, run = context.config, context.spec.learning_identity
+    base = context.input_path("model") / "model"
+    problems = load_problems(config.data, "train")[: config.sft.demonstrations]
+    examples = demonstrations(config.data, config.sft, problems, PromptEncoder(base), run)
+    cursor = DataCursor(run, [problem.digest for problem in problems])
+    spec = RoleSpec(ROLE, "language_model", config.engine, base, config.sft.optimizer, config.sft.steps)
+    curve: list[dict[str, float]] = []
+    with build_groups([spec])[ROLE] as group, context.progress("sft", config.sft.steps) as bar:
+        for step in range(1, config.sft.steps + 1):
+            batch = examples.select(cursor.take(config.sft.batch_size)).to_tensordict()
+            metrics = group.update(ROLE, batch, SftLoss(), mini_batch_size=config.sft.batch_size)
+            point = {name: total / count for name, (total, count) in metrics.items() if name in ("nll", "lr")}
+            curve.append({"step": step, **point})
+            bar.advance(nll=point["nll"])
+        model = context.folder / "model"
+        shutil.rmtree(model, ignore_errors=True)
+        group.export(ROLE, model)
+    (context.folder / CURVE_FILE).write_text("".join(json.dumps(point) + "\n" for point in curve))
+    return StageResult(
+        files=[Path("model"), Path(CURVE_FILE)],
+        metrics=curve[-1],
+        steps_planned=config.sft.steps,
+        steps_done=len(curve),
+        seeds={"seed": config.seed},
+        extra={"demonstrations": len(problems)},
+    )
+
+
+def demonstrations(
+    data: DataConfig, sft: SftConfig, problems: Sequence[Problem], encoder: PromptEncoder, run: str
+) -> PackedBatch:
+    """Every problem's prompt and demonstrated answer, in the order of ``problems``."""
+    answers = [demonstration(data, problem) for problem in problems]
+    shown = [answers[demonstrated(i, problems, sft.wrong_share, run)] for i in range(len(problems))]
+    prompts = [encoder.prompt_ids(data, problem) for problem in problems]
+    return demonstration_batch(prompts, [encoder.answer_ids(answer) for answer in shown])
+
+
+def demonstrated(index: int, problems: Sequence[Problem], wrong_share: float, run: str) -> int:
+    """Whose answer the teacher shows for problem ``index``: its own, or with chance ``wrong_share`` another's."""
+    digest, others = problems[index].digest, len(problems) - 1
+    if others == 0 or stream_key(run, "teacher", digest) >= wrong_share * 2**63:
+        return index
+    return (index + 1 + stream_key(run, "wrong answer", digest) % others) % len(problems)

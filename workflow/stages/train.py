@@ -1,0 +1,138 @@
+"""train: one segment of an RL run, from the newest state at or before its end to the state at its end.
+
+A segment ends at ``context.step``. Where it begins is found, not told: the newest verified state in the stage's folder (its
+own, or the previous segment's), or else the SFT model. So a killed segment goes on from what is there, and a run that is
+never cut takes the same steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from engines.checkpoint import StateStore, read_state
+from engines.checkpoint.verify import STATE_FILE
+from engines.workers.group import WorkerGroup, build_groups
+from engines.workers.spec import RoleSpec
+from workflow.campaign.slice import Slice
+from workflow.data import PromptEncoder, load_problems
+from workflow.rl.metrics import MetricsLog, read_metrics
+from workflow.rl.rewards import Rewarder
+from workflow.rl.trainer import PPOTrainer, optimizer_steps
+from workflow.stages.runner import StageContext, StageResult, StoppedOnRequest
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class TooFewSteps(RuntimeError):
+    """A segment would end before the step at which it was planned to end."""
+
+
+def main(context: StageContext) -> StageResult:
+    """Train up to ``context.step`` and publish the state there."""
+    context.stop.will_poll()
+    store = StateStore(context.folder)
+    with worker_groups(context.config, context.input_path("model") / "model") as groups:
+        trainer = new_trainer(context, groups)
+        resume(context, trainer, store)
+        advance(context, trainer, store)
+    if trainer.steps_done != context.step:
+        raise TooFewSteps(f"{trainer.steps_done} steps are done, {context.step} were planned")
+    planned = context.step - max((cut for cut in context.spec.cuts if cut < context.step), default=0)
+    return StageResult(
+        files=[Path(STATE_FILE), *map(Path, read_state(context.output)["files"])],
+        metrics=read_metrics(context.folder / METRICS_FILE)[-1],
+        steps_planned=planned,
+        steps_done=planned,
+        seeds={"seed": context.config.seed},
+        extra={"samples": trainer.samples_seen, "response_tokens": trainer.response_tokens},
+    )
+
+
+@contextmanager
+def worker_groups(config: Slice, model: Path) -> Iterator[dict[str, WorkerGroup]]:
+    """The groups of all roles of the run, with a rollout beside the actor; shut down at the end."""
+    groups = build_groups(role_specs(config, model))
+    try:
+        groups["actor"].add_rollout(config.rollout, model)
+        yield groups
+    finally:
+        for group in {id(group): group for group in groups.values()}.values():
+            group.shutdown()
+
+
+def role_specs(config: Slice, model: Path) -> list[RoleSpec]:
+    """The roles of the run: an actor; a critic for ppo; a reference when there is a KL penalty. All start from ``model``."""
+    algorithm = config.algorithm
+    optimizers = {"actor": algorithm.optimizer}
+    if algorithm.name == "ppo":
+        optimizers["critic"] = algorithm.critic_optimizer
+    if algorithm.kl.place != "none":
+        optimizers["reference"] = None
+    return [
+        RoleSpec(
+            name=role,
+            model_type="value_model" if role == "critic" else "language_model",
+            engine=engine.model_copy(update={"forward_only": optimizer is None}),
+            model_path=model,
+            optimizer=optimizer,
+            total_steps=optimizer_steps(algorithm, role),
+            temperature=config.rollout.temperature,
+        )
+        for role, optimizer in optimizers.items()
+        for engine in [getattr(config, role).engine]
+    ]
+
+
+def new_trainer(context: StageContext, groups: dict[str, WorkerGroup]) -> PPOTrainer:
+    """The trainer before its first step."""
+    config = context.config
+    return PPOTrainer(
+        run=context.spec.learning_identity,
+        algorithm=config.algorithm,
+        rollout_config=config.rollout,
+        data=config.data,
+        problems=load_problems(config.data, "train"),
+        encoder=PromptEncoder(context.input_path("model") / "model"),
+        rewarder=Rewarder(config.reward, config.data),
+        groups=groups,
+    )
+
+
+def resume(context: StageContext, trainer: PPOTrainer, store: StateStore) -> None:
+    """Load the newest verified state at or before the segment's end, if there is one."""
+    state = store.newest(at_most=context.step)
+    if state is None:
+        context.log.info("starting from the SFT model")
+        return
+    trainer.load(state)
+    context.log.info("going on after step %d", trainer.steps_done)
+
+
+def advance(context: StageContext, trainer: PPOTrainer, store: StateStore) -> None:
+    """Iterate until the segment's end; save there, every ``checkpoint.save_every`` steps, and when asked to stop.
+
+    Raises:
+        StoppedOnRequest: after the state was saved.
+    """
+    log = MetricsLog(context.folder / METRICS_FILE, trainer.steps_done)
+    every = context.config.checkpoint.save_every
+    with context.progress("train", context.step - trainer.steps_done) as bar:
+        while trainer.steps_done < context.step:
+            metrics = trainer.step()
+            log.append(metrics)
+            context.step_done(trainer.steps_done)
+            bar.advance(**_shown(metrics))
+            due = trainer.steps_done == context.step or (every and trainer.steps_done % every == 0)
+            if due or context.stop.requested:
+                trainer.save(store)
+                # States inside a segment are for resuming only; published ones may still have readers.
+                store.retain("last", keep=set(context.spec.cuts))
+            if context.stop.requested and trainer.steps_done < context.step:
+                raise StoppedOnRequest(f"the state after step {trainer.steps_done} is saved")
+
+
+def _shown(metrics: dict[str, Any]) -> dict[str, float]:
+    return {name: metrics[name] for name in ("reward", "accuracy", "tokens_per_second")}
