@@ -93,10 +93,13 @@ def write_shards(
     return ShardIndex(rank, records, scalars)
 
 
-def load_shards(path: Path, role: str, targets: Mapping[str, Tensor | DTensor | Shard]) -> dict[str, Any]:
+def load_shards(
+    path: Path, role: str, targets: Mapping[str, Tensor | DTensor | Shard], partial: bool = False
+) -> dict[str, Any]:
     """Fill ``targets`` in place from the state in folder ``path``, whatever layout wrote it; returns the scalars.
 
-    Reads only the slices that overlap with this rank's blocks. No collective.
+    Reads only the slices that overlap with this rank's blocks. No collective. With ``partial`` the state may hold more
+    names than ``targets``.
 
     Raises:
         StateKeyMismatch: the state has no such role, or other names than ``targets``.
@@ -108,7 +111,8 @@ def load_shards(path: Path, role: str, targets: Mapping[str, Tensor | DTensor | 
         raise StateKeyMismatch(f"{path}: no role {role!r}, it has {sorted(state['roles'])}")
     entry = state["roles"][role]
     blocks = {name: _block(name, target, rank=0) for name, target in targets.items()}
-    _check_names(f"{path}: {role}", entry["tensors"].keys(), blocks.keys())
+    saved = entry["tensors"].keys()
+    _check_names(f"{path}: {role}", saved & blocks.keys() if partial else saved, blocks.keys())
     for name, block in blocks.items():
         _check_kind(f"{path}: {role}: {name}", entry["tensors"][name], block)
     with contextlib.ExitStack() as stack, torch.no_grad():

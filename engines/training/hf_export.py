@@ -1,4 +1,4 @@
-"""Write a model's weights as the safetensors files of a Hugging Face folder, one tensor after the other.
+"""Weights out of a training state and into the safetensors files of a Hugging Face folder, one tensor after the other.
 
 Memory: at most one shard (``max_shard_size``) is held, whatever the size of the model.
 """
@@ -7,15 +7,35 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
+from engines.checkpoint import StateKeyMismatch, read_state
+from engines.checkpoint.shards import load_shards
+from engines.hf_checkpoint import on_disk_views
 from engines.model_folder import INDEX, SINGLE
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def state_weights(path: Path, role: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """(on-disk Hugging Face name, full tensor) of ``role`` in the training state at ``path``, whatever layout wrote it.
+
+    Raises:
+        StateKeyMismatch: the state has no such role.
+        StateDamaged, StateIncomplete: its files do not hold what its description says.
+    """
+    roles = read_state(path)["roles"]
+    if role not in roles:
+        raise StateKeyMismatch(f"{path}: no role {role!r}, it has {sorted(roles)}")
+    for name, record in roles[role]["tensors"].items():
+        if name.startswith("model."):
+            tensor = torch.empty(record["shape"], dtype=getattr(torch, record["dtype"]))
+            load_shards(path, role, {name: tensor}, partial=True)
+            yield from on_disk_views(name.removeprefix("model."), tensor)
 
 
 def parse_size(text: str) -> int:

@@ -13,17 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from engines.model_folder import ModelFolderError, check_model_folder
-from workflow.campaign.schema import DataConfig, ModelConfig
+from tests.support.tiny_model import ARCHITECTURE, DATA, TINY
+from workflow.campaign.schema import ModelConfig
 from workflow.stages.convert import convert
 from workflow.stages.model_check import ModelMismatch, check_logits, check_tensors, load_model, load_tokenizer
-
-ARCHITECTURE = {
-    "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True,
-    "initializer_range": 0.2,
-}  # fmt: skip
-TINY = ModelConfig(name="tiny", architecture=ARCHITECTURE, tokenizer={"vocab_size": 96})
-DATA = DataConfig(name="sorting", tasks=[{"name": "number_sorting"}], train_size=32, heldout_size=4)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import hashlib
 import importlib.metadata
 import re
 import shutil
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,7 +38,7 @@ from workflow.stages.model_check import (
     load_tokenizer,
     probe_logits,
 )
-from workflow.stages.runner import StageContext, StageResult, run_stage
+from workflow.stages.runner import StageContext, StageResult
 
 
 @dataclass
@@ -196,7 +195,3 @@ def _carry_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-if __name__ == "__main__":
-    sys.exit(run_stage("convert", main))
