@@ -23,7 +23,7 @@ class _Template(string.Formatter):
 
     def get_value(self, key: int | str, args: Any, kwargs: dict[str, Any]) -> Any:
         if key not in kwargs:
-            raise PromptError(f"unknown field {key!r}; {nearest(str(key), list(kwargs))}")
+            raise PromptError(f"unknown field {str(key)!r}; {nearest(str(key), list(kwargs))}")
         return kwargs[key]
 
     def convert_field(self, value: Any, conversion: str | None) -> Any:
@@ -42,8 +42,8 @@ def _whole(value: Any) -> str:
     return str(int(number)) if number.is_integer() else str(value)
 
 
-def _render(key: str, template: str, problem: Problem) -> str:
-    fields = {**problem.metadata, "question": problem.question, "answer": problem.answer}
+def _render(key: str, template: str, problem: Problem, **more: str) -> str:
+    fields = {**problem.metadata, "question": problem.question, **more}
     try:
         return _Template().vformat(template, (), fields)
     except (PromptError, ValueError, AttributeError, IndexError, KeyError, TypeError) as error:
@@ -57,7 +57,7 @@ def render_prompt(config: DataConfig, problem: Problem) -> str:
 
 def demonstration(config: DataConfig, problem: Problem) -> str:
     """What a right answer looks like: ``data.answer`` filled in. SFT imitates it, partial credit compares with it."""
-    return _render("answer", config.answer, problem)
+    return _render("answer", config.answer, problem, answer=problem.answer)
 
 
 def tokenizer_texts(config: DataConfig, chat_template: str) -> list[str]:

@@ -14,11 +14,11 @@ from pathlib import Path
 from engines.config import RolloutConfig
 from engines.rollout.base import BaseRollout, Request, Response, SamplingParams
 from engines.rollout.transformers import TransformersRollout
+from engines.training.hf_export import state_weights
 from workflow.campaign.schema import RewardConfig
 from workflow.data import Problem, PromptEncoder, load_problems, render_prompt
 from workflow.rl.rewards import Rewarder
 from workflow.stages.runner import StageContext, StageResult
-from workflow.stages.state_weights import actor_weights
 
 SAMPLES_FILE = "samples.jsonl"
 SAMPLES = 50
@@ -39,7 +39,7 @@ def main(context: StageContext) -> StageResult:
     )
     rollout = TransformersRollout(model, rollout_config, config.engine.device)
     if "state" in context.inputs:
-        rollout.update_weights(actor_weights(context.input_path("state")))
+        rollout.update_weights(state_weights(context.input_path("state"), "actor"))
     prompts = [encoder.prompt_ids(config.data, problem) for problem in problems]
     responses = answer(context, rollout, prompts, rollout_config)
     texts = [encoder.decode(response.token_ids) for response in responses]
