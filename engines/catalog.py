@@ -1,0 +1,143 @@
+"""Which module serves which engine, what it needs and where it runs: data only, so that planning loads no framework.
+
+Third parties declare engines by entry points in the group ``baton.engines``: the name is ``model_type.backend.device``, the
+value a module that registers its class when it is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINTS = "baton.engines"
+BOTH = ("language_model", "value_model")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One module and the keys it registers: the product of its model types, backends and devices."""
+
+    module: str
+    model_types: tuple[str, ...]
+    backends: tuple[str, ...]
+    devices: tuple[str, ...]
+    requires: tuple[str, ...]
+    """Distributions that must be installed."""
+    environment: str
+    """File in env/ that installs them; "" stands for env/<device>.txt."""
+    built: bool
+    """False: declared, but there is no code yet."""
+
+    def served(self) -> list[tuple[str, str, str]]:
+        """(model_type, backend, device) of every engine in the module."""
+        return [(m, b, d) for m in self.model_types for b in self.backends for d in self.devices]
+
+
+_HF = ("torch", "transformers", "safetensors")
+
+CATALOGUE: tuple[Entry, ...] = (
+    Entry("engines.training.fsdp.fsdp2", BOTH, ("fsdp2",), ("cpu", "cuda", "npu"), _HF, "", True),
+    Entry("engines.training.fsdp.fsdp1", BOTH, ("fsdp",), ("cpu", "cuda", "npu"), _HF, "", True),
+    Entry(
+        "engines.training.megatron.engine",
+        BOTH,
+        ("megatron",),
+        ("cpu", "cuda"),
+        ("torch", "megatron-core", "megatron-bridge"),
+        "",
+        False,
+    ),
+    # MindSpeed's adaptor must be imported before Megatron: a module of its own makes that order structure.
+    Entry(
+        "engines.training.mindspeed.engine",
+        BOTH,
+        ("megatron",),
+        ("npu",),
+        ("torch", "torch_npu", "mindspeed", "megatron-core", "megatron-bridge"),
+        "ascend",
+        False,
+    ),
+    Entry(
+        "engines.training.torchtitan.engine",
+        ("language_model",),
+        ("torchtitan",),
+        ("cpu", "cuda"),
+        ("torch", "torchtitan"),
+        "",
+        False,
+    ),
+    Entry(
+        "engines.training.veomni.engine",
+        BOTH,
+        ("veomni",),
+        ("cpu", "cuda", "npu"),
+        ("torch", "veomni"),
+        "",
+        False,
+    ),
+    Entry(
+        "engines.training.automodel.engine",
+        ("language_model",),
+        ("automodel",),
+        ("cpu", "cuda"),
+        ("torch", "nemo-automodel"),
+        "",
+        False,
+    ),
+)
+
+
+def declared_entries() -> list[Entry]:
+    """The catalogue, and what installed packages add to it."""
+    return [*CATALOGUE, *_third_party()]
+
+
+def environment_of(entry: Entry, device: str) -> str:
+    """The environment in which ``entry`` runs on ``device``."""
+    return entry.environment or {"npu": "ascend"}.get(device, device)
+
+
+def what_is_missing(entry: Entry, device: str) -> str:
+    """Why ``entry`` cannot run on ``device`` here; empty when it can. Imports nothing that it asks about."""
+    required = [
+        *entry.requires,
+        *(["torch_npu"] if device == "npu" and "torch_npu" not in entry.requires else []),
+    ]
+    absent = [name for name in required if not _installed(name)]
+    reasons = [f"the distributions {', '.join(absent)}"] if absent else []
+    if not device_present(device):
+        reasons.append(f"a device of key {device} on this machine")
+    return " and ".join(reasons)
+
+
+def device_present(device: str) -> bool:
+    """Whether this machine has a device of that key, by its device files."""
+    pattern = {"cuda": "nvidia[0-9]*", "npu": "davinci[0-9]*"}.get(device)
+    return pattern is None or any(Path("/dev").glob(pattern))
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _third_party() -> list[Entry]:
+    entries = []
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        parts = point.name.split(".")
+        if len(parts) != 3:
+            logger.warning(
+                "entry point %r in %s: must be named model_type.backend.device", point.name, ENTRY_POINTS
+            )
+            continue
+        model_type, backend, device = parts
+        requires = (point.dist.name,) if point.dist else ()
+        entries.append(Entry(point.module, (model_type,), (backend,), (device,), requires, "", True))
+    return entries

@@ -1,0 +1,167 @@
+"""A transformers model as the FSDP engines run it: packed sequences in, one number per token out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from engines.config import EngineConfig
+from engines.streams import stream_key
+from engines.training import packed_attention
+from engines.training.batch import PackedBatch
+from engines.training.errors import UnsupportedConfigError
+from engines.training.log_probs import token_log_probs
+from engines.training.packed_attention import Segments
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""transformers model types whose logits are hidden states times the output embedding, with nothing in between."""
+
+VALUE_HEAD = "score.weight"
+
+
+class TokenModel(nn.Module):
+    """A backbone and a head. Submodules carry the names of the on-disk checkpoint: ``model``, and ``lm_head`` or ``score``."""
+
+    def __init__(self, backbone: nn.Module, head: nn.Linear, model_type: str, temperature: float) -> None:
+        super().__init__()
+        self.model = backbone
+        self.model_type = model_type
+        self.temperature = temperature
+        if model_type == "value_model":
+            self.score = head
+        else:
+            self.lm_head = head
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers: the units of sharding."""
+        return self.model.layers
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, predictors: Tensor, segments: Segments, entropy: bool
+    ) -> dict[str, Tensor]:
+        """
+        Args:
+            input_ids: (tokens,) int64.
+            position_ids: (tokens,) int64.
+            predictors: (predicted tokens,) int64: the position before each token that has one in its sequence.
+            segments: layout of the sequences.
+            entropy: whether to return it.
+
+        Returns:
+            "log_probs" and "entropy", or "values": (tokens,) float32, 0 at first tokens.
+        """
+        output = self.model(
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
+            attention_mask=None,
+            use_cache=False,
+            segments=segments,
+        )
+        hidden = output.last_hidden_state[0].index_select(0, predictors)
+        if self.model_type == "value_model":
+            fields = {"values": self.score(hidden)[:, 0].float()}
+        else:
+            labels = input_ids[predictors + 1]
+            log_probs, entropies = token_log_probs(
+                hidden, self.lm_head.weight, labels, self.temperature, entropy
+            )
+            fields = {"log_probs": log_probs} | ({} if entropies is None else {"entropy": entropies})
+        zeros = torch.zeros(input_ids.shape[0], device=hidden.device)
+        return {name: zeros.index_copy(0, predictors + 1, field) for name, field in fields.items()}
+
+
+def predictors(batch: PackedBatch) -> Tensor:
+    """(tokens - sequences,) int64: all positions but each sequence's last, on the device of the tokens."""
+    keep = torch.ones(batch.num_tokens, dtype=torch.bool)
+    keep[batch.cu_seqlens[1:][batch.lengths > 0] - 1] = False
+    return keep.nonzero()[:, 0].to(batch.tokens["input_ids"].device)
+
+
+def load_model(folder: Path, model_type: str, config: EngineConfig, temperature: float) -> TokenModel:
+    """The model of ``folder`` on cpu in float32.
+
+    A value model whose folder has no ``score.weight`` gets a head drawn from ``config.seed`` with standard deviation
+    0.1 / sqrt(hidden_size): hidden states have unit scale after the last norm, so the first values are around 0.1.
+
+    Raises:
+        UnsupportedConfigError: an architecture that these engines do not compute exactly.
+    """
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    _check_architecture(folder, hf_config)
+    packed_attention.register()
+    auto_class = AutoModel if model_type == "value_model" else AutoModelForCausalLM
+    with _quiet():
+        loaded = auto_class.from_pretrained(
+            folder,
+            config=hf_config,
+            dtype=torch.float32,
+            attn_implementation=packed_attention.NAME,
+            trust_remote_code=False,
+        )
+    if config.activation_checkpointing:
+        loaded.gradient_checkpointing_enable({"use_reentrant": False})
+    if model_type == "value_model":
+        return TokenModel(
+            loaded, _value_head(folder, hf_config.hidden_size, config.seed), model_type, temperature
+        )
+    return TokenModel(loaded.model, loaded.lm_head, model_type, temperature)
+
+
+def _check_architecture(folder: Path, hf_config: object) -> None:
+    name = hf_config.model_type
+    if name not in ARCHITECTURES:
+        raise UnsupportedConfigError(
+            f"{folder}: model_type={name!r} is not served; known: {', '.join(ARCHITECTURES)}"
+        )
+    kinds = getattr(hf_config, "layer_types", None) or []
+    if name == "mistral" and getattr(hf_config, "sliding_window", None):
+        kinds = ["sliding_attention"]
+    if any(kind != "full_attention" for kind in kinds):
+        raise UnsupportedConfigError(
+            f"{folder}: packed attention has no sliding windows, the model uses them"
+        )
+
+
+def _value_head(folder: Path, hidden_size: int, seed: int) -> nn.Linear:
+    head = nn.Linear(hidden_size, 1, bias=False)
+    stored = _read_tensor(folder, VALUE_HEAD)
+    with torch.no_grad():
+        if stored is not None:
+            head.weight.copy_(stored)
+        else:
+            generator = torch.Generator().manual_seed(stream_key(seed, "value head"))
+            head.weight.normal_(0.0, 0.1 * hidden_size**-0.5, generator=generator)
+    return head
+
+
+def _read_tensor(folder: Path, name: str) -> Tensor | None:
+    from safetensors import safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            if name in file.keys():  # noqa: SIM118 - not a dict
+                return file.get_tensor(name)
+    return None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar per rank, and no warning that a value model leaves the language-model head unread."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
