@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -88,6 +89,41 @@ def write_weights(
         raise ValueError("no tensor to write")
     flush()
     return _name_shards(folder, shards, total)
+
+
+def write_model_folder(
+    folder: Path,
+    base: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    max_shard_size: str = "5GB",
+) -> list[Path]:
+    """``base`` with other weights: everything that is not weights (nor its README) is copied, ``config.json`` names the new dtype.
+
+    Args:
+        folder: written anew.
+        base: Hugging Face folder of the model that ``tensors`` belong to.
+        tensors: see :func:`write_weights`; the widest of their dtypes becomes the model's.
+
+    Returns:
+        The weight files.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for path in base.iterdir():
+        if ".safetensors" not in path.name and path.name != "README.md":
+            shutil.copyfile(path, folder / path.name)
+    dtypes: set[str] = set()
+
+    def noted() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            dtypes.add(str(tensor.dtype).removeprefix("torch."))
+            yield name, tensor
+
+    files = write_weights(folder, noted(), max_shard_size)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["dtype"] = max(dtypes, key=lambda name: getattr(torch, name).itemsize)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return files
 
 
 def _name_shards(folder: Path, shards: list[tuple[Path, list[str]]], total: int) -> list[Path]:

@@ -7,15 +7,13 @@ base model with the state's weights put in, within 1e-5.
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from engines.hf_checkpoint import on_disk_parameters
-from engines.training.hf_export import state_weights, write_weights
+from engines.training.hf_export import state_weights, write_model_folder
 from workflow.reporting.model_card import model_card
 from workflow.stages.model_check import (
     ModelMismatch,
@@ -54,20 +52,12 @@ def export(state: Path, base: Path, folder: Path, max_shard_size: str) -> dict[s
         StateError: the state is damaged or has no actor.
         ModelMismatch: the state does not hold the weights of ``base``'s architecture, or the export gives other logits.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for path in base.iterdir():
-        if ".safetensors" not in path.name and path.name != "README.md":
-            shutil.copyfile(path, folder / path.name)
-    files = write_weights(folder, state_weights(state, ROLE), max_shard_size)
+    files = write_model_folder(folder, base, state_weights(state, ROLE), max_shard_size)
     expected = model_of_state(state, base)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["dtype"] = str(expected.dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     exported = load_model(folder)
     return {
         "parameters": sum(parameter.numel() for parameter in exported.parameters()),
-        "dtype": config["dtype"],
+        "dtype": str(expected.dtype).removeprefix("torch."),
         "weight_files": sum(path.suffix == ".safetensors" for path in files),
         "max_logit_difference": check_logits(probe_logits(expected), probe_logits(exported), TOLERANCE),
         "tolerance": TOLERANCE,
