@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engines.training.base import Metrics, ModelOutputs
 from engines.training.batch import PackedBatch
+from engines.training.schedule import Metrics, ModelOutputs
 from workflow.rl.kl import MAX_LOG_RATIO, kl_estimate
 
 

@@ -1,0 +1,78 @@
+import math
+
+import pytest
+import torch
+
+from engines.config import ConfigError, parse
+from workflow.campaign.schema import KLConfig
+from workflow.rl.kl import ESTIMATORS, KLController, kl_estimate
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_formulas(estimator):
+    policy, reference = torch.tensor([-1.0, -0.5, -2.0]), torch.tensor([-1.0, -1.5, -0.25])
+    slow = {
+        "k1": lambda p, q: p - q,
+        "k2": lambda p, q: (q - p) ** 2 / 2,
+        "k3": lambda p, q: math.exp(q) / math.exp(p) - 1 - (q - p),
+        "abs": lambda p, q: abs(p - q),
+    }[estimator]
+    expected = [slow(p, q) for p, q in zip(policy.tolist(), reference.tolist(), strict=True)]
+    assert kl_estimate(policy, reference, estimator).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_unbiased_estimators_have_the_exact_mean(estimator):
+    policy = torch.log_softmax(torch.tensor([0.3, -1.0, 2.0, 0.1]).double(), 0)
+    reference = torch.log_softmax(torch.tensor([1.0, 0.0, 0.5, -0.3]).double(), 0)
+    exact = (policy.exp() * (policy - reference)).sum()
+    mean = (policy.exp() * kl_estimate(policy, reference, estimator)).sum()
+    torch.testing.assert_close(mean, exact)
+
+
+def test_far_apart_policies_stay_finite():
+    far = torch.tensor([-1000.0]), torch.tensor([0.0])
+    assert all(torch.isfinite(kl_estimate(*far, estimator)).all() for estimator in ESTIMATORS)
+    with pytest.raises(ValueError, match="'k4' is unknown"):
+        kl_estimate(*far, "k4")
+
+
+def adaptive(**values) -> KLConfig:
+    values = {
+        "place": "reward",
+        "adaptive": True,
+        "coefficient": 0.1,
+        "target": 2.0,
+        "horizon": 1000,
+        **values,
+    }
+    return parse(KLConfig, values)
+
+
+@pytest.mark.parametrize(
+    ("divergence", "factor"),
+    [(2.0, 1.0), (2.2, 1 + 0.1 * 50 / 1000), (100.0, 1 + 0.2 * 50 / 1000), (0.0, 1 - 0.2 * 50 / 1000)],
+)
+def test_adaptive_coefficient(divergence, factor):
+    controller = KLController.start(adaptive())
+    controller.update(divergence, samples=50)
+    assert controller.coefficient == pytest.approx(0.1 * factor)
+    restored = KLController.start(adaptive())
+    restored.load_state(controller.state())
+    assert restored == controller
+
+
+def test_adaptive_coefficient_finds_its_target():
+    """A policy whose KL is inversely proportional to the coefficient settles where KL = target."""
+    controller = KLController.start(adaptive())
+    for _ in range(2000):
+        controller.update(0.02 / controller.coefficient, samples=50)
+    assert 0.02 / controller.coefficient == pytest.approx(2.0, rel=1e-3)
+
+
+def test_fixed_coefficient_stays():
+    controller = KLController.start(parse(KLConfig, {"place": "loss", "coefficient": 0.1}))
+    controller.update(100.0, samples=50)
+    assert controller.coefficient == 0.1
+    with pytest.raises(ConfigError, match="adaptive=true needs place=reward"):
+        adaptive(place="loss")
