@@ -162,12 +162,16 @@ def canonical_json(value: Any) -> str:
 
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as JSON so that ``path`` appears, complete and durable, by one rename."""
+    write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` so that ``path`` appears, complete and durable, by one rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1, allow_nan=False)
-            file.write("\n")
+            file.write(text)
             file.flush()
             os.fchmod(file.fileno(), 0o644)
             os.fsync(file.fileno())
