@@ -8,7 +8,6 @@ back in order. Only plain data and tensors cross the border.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ from tensordict import TensorDict
 
 from engines.config import RolloutConfig
 from engines.rollout.base import Request, Response, SamplingParams
+from engines.training.batch import PackedBatch
+from engines.training.schedule import LossFunction, Metrics, merge_metrics
 from engines.workers import dispatch
 from engines.workers.host import RankHost, RankPlace
 from engines.workers.spec import RoleSpec
@@ -58,19 +59,19 @@ class WorkerGroup(ABC):
         self,
         role: str,
         batch: TensorDict,
-        loss: Callable,
+        loss: LossFunction,
         *,
         mini_batch_size: int,
         epochs: int = 1,
         shuffle_key: int | None = None,
         aggregation: str = "token-mean",
         max_length: int | None = None,
-    ) -> dict[str, tuple[float, float]]:
+    ) -> Metrics:
         """Train ``role``: one optimizer step per mini-batch and epoch.
 
         Args:
             batch: jagged per-token fields and (sequences,) per-sequence fields.
-            loss: a picklable loss function (see ``engines.training.base.LossFunction``).
+            loss: picklable.
             mini_batch_size: sequences of a mini-batch, over all data-parallel ranks.
             shuffle_key: names the permutation drawn anew in each epoch; None keeps the order.
             max_length: the L of the aggregation ``seq-mean-token-sum-norm``.
@@ -78,33 +79,43 @@ class WorkerGroup(ABC):
         Returns:
             (sum, count) per metric.
         """
-        lengths = dispatch.sequence_lengths(batch)
-        plan = dispatch.plan_mini_batches(len(lengths), mini_batch_size, epochs, shuffle_key)
-        size = self._places[role][0].data_parallel_size
-        spread = [dispatch.spread(indices, lengths, size) for indices in plan]
-        chunks = [[batch[shares[rank]] for shares in spread] for rank in range(size)]
-        arguments = [
-            (role, chunks[place.data_parallel_rank], loss, aggregation, max_length)
-            for place in self._places[role]
+        packed = PackedBatch.from_tensordict(batch)
+        lengths = packed.lengths.tolist()
+        steps = dispatch.plan_mini_batches(len(lengths), mini_batch_size, epochs, shuffle_key)
+        places = self._places[role]
+        spread = [dispatch.spread(indices, lengths, places[0].data_parallel_size) for indices in steps]
+        chunks = [
+            [packed.select(shares[rank]).to_tensordict() for shares in spread]
+            for rank in range(places[0].data_parallel_size)
         ]
-        return dispatch.merge_metrics(self._from_sources(role, self._call("update", arguments)))
+        results = self._call(
+            "update",
+            [(role, chunks[place.data_parallel_rank], loss, aggregation, max_length) for place in places],
+        )
+        metrics: Metrics = {}
+        for result in results:  # empty off source ranks
+            merge_metrics(metrics, result)
+        return metrics
 
     def infer(self, role: str, batch: TensorDict, entropy: bool = False) -> TensorDict:
-        """``role``'s outputs without gradients, jagged and in the order of ``batch``.
+        """``role``'s outputs without gradients, jagged, in the order of ``batch``.
 
         Fields: ``log_probs`` (and ``entropy`` when asked for) of a language model, ``values`` of a value model.
         """
-        lengths = dispatch.sequence_lengths(batch)
-        size = self._places[role][0].data_parallel_size
-        shares = dispatch.spread(list(range(len(lengths))), lengths, size)
-        arguments = [(role, batch[shares[p.data_parallel_rank]], entropy) for p in self._places[role]]
-        results = self._call("infer", arguments)
-        by_rank = {
+        packed = PackedBatch.from_tensordict(batch)
+        places = self._places[role]
+        size = places[0].data_parallel_size
+        shares = dispatch.spread(range(len(packed)), packed.lengths.tolist(), size)
+        chunks = [packed.select(share).to_tensordict() for share in shares]
+        results = self._call("infer", [(role, chunks[place.data_parallel_rank], entropy) for place in places])
+        outputs = {
             place.data_parallel_rank: result
-            for place, result in zip(self._places[role], results, strict=True)
+            for place, result in zip(places, results, strict=True)
             if place.is_source
         }
-        return dispatch.collect([by_rank[rank] for rank in range(size)], shares)
+        return dispatch.collect(
+            [outputs[rank] for rank in range(size)], shares, packed.lengths
+        ).to_tensordict()
 
     def save(self, role: str, folder: Path) -> list[Any]:
         """Write ``role``'s part of a training state; the ``ShardIndex`` of each rank."""
@@ -132,16 +143,12 @@ class WorkerGroup(ABC):
 
     def generate(self, requests: list[Request], params: SamplingParams) -> list[Response]:
         """One response per request, in order; the requests are spread over the replicas."""
-        lengths = [len(request.prompt_ids) for request in requests]
-        shares = dispatch.spread_requests(requests, lengths, self.world_size)
+        shares = dispatch.spread_requests([request.prompt_ids for request in requests], self.world_size)
         arguments = [([requests[i] for i in share], params) for share in shares]
         return dispatch.restore_order(self._call("generate", arguments), shares)
 
     def _everywhere(self, method: str, *arguments: Any) -> list[Any]:
         return self._call(method, [arguments] * self.world_size)
-
-    def _from_sources(self, role: str, results: list[Any]) -> list[Any]:
-        return [r for place, r in zip(self._places[role], results, strict=True) if place.is_source]
 
     def __enter__(self) -> WorkerGroup:
         return self
