@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -320,3 +321,44 @@ class RunConfig(Config):
     def role_engine(self, role: str) -> EngineConfig:
         """The engine of ``role`` (actor, critic, reference): its own, or the run's."""
         return getattr(self, role).engine or self.engine
+
+
+class CampaignConfig(Config):
+    """Several runs that are planned, computed and reported together. Overrides are ``key=value`` in the order given."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of its folder below results/."""
+    common: list[str] = []
+    """Overrides of every run."""
+    runs: dict[str, list[str]] = Field(min_length=1)
+    """Name of the run -> its own overrides."""
+    controls: dict[str, list[str]] = {}
+    """Runs that are added by controls=true: experiments that show what the effect is not due to."""
+    segments: int = Field(3, ge=1)
+    """Jobs that training is cut into; held-out problems are evaluated after each."""
+
+    @model_validator(mode="after")
+    def _names(self) -> CampaignConfig:
+        for name in (*self.runs, *self.controls):
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+                raise ValueError(f"run {name!r}: a name is letters, digits, dots, dashes and underscores")
+        if twice := self.runs.keys() & self.controls.keys():
+            raise ValueError(f"{sorted(twice)} stand in both runs and controls")
+        return self
+
+
+class CampaignOptions(Config):
+    """What the command line says: ``--config campaign=demo seed=1 set='algorithm.lr=1e-5 engine=fsdp'``."""
+
+    campaign: str = "demo"
+    """Name of a file in configs/campaign, or the path of a file of that kind."""
+    seed: int | None = Field(None, ge=0)
+    """Seed of all runs; each run's own when not set."""
+    controls: bool = False
+    """Add the campaign's control runs."""
+    set: str = ""
+    """Overrides of all runs, separated by blanks."""
+    site: str | None = None
+    """A file in configs/site."""
+    plan: str | None = None
+    """A frozen plan to carry out as it is; nothing is composed."""

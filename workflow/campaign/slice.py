@@ -64,7 +64,7 @@ def declared_paths(stage: Stage) -> tuple[str, ...]:
     return (*stage.reads, *stage.settings)
 
 
-def cut(stage: Stage, values: dict[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:
+def cut(values: dict[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:
     """The parts of a whole run's plain ``values`` at dotted ``paths``, in nested form."""
     result: dict[str, Any] = {}
     for path in paths:

@@ -58,7 +58,8 @@ EVALUATE = Stage(
         "reward.kind",
         "reward.pattern",
         "reward.function",
-        "engine",
+        "engine.device",
+        "engine.dtype",
     ),
     roles=("engine",),
 )

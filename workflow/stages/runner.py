@@ -205,7 +205,7 @@ def _check_plan(plan: Plan, spec: StageSpec, step: int | None) -> None:
         raise PlanError(f"planned for version {spec.version} of stage {spec.stage}, this is {stage.version}")
     if (step in spec.cuts) != bool(spec.cuts):
         raise PlanError(f"--step {step}: the plan cuts {spec.name} at {spec.cuts or 'no step'}")
-    values = cut(stage, spec.config, tuple(path for path in stage.reads if _has(spec.config, path)))
+    values = cut(spec.config, tuple(path for path in stage.reads if _has(spec.config, path)))
     inputs = {
         name: Identity(source.identity, source.learning_identity, ref.step)
         for name, ref in spec.inputs.items()
@@ -301,7 +301,7 @@ def _publish(plan: Plan, context: StageContext, result: StageResult) -> None:
         learning_identity=spec.learning_identity,
         slug=spec.slug,
         step=context.step,
-        config=by_content(cut(stage, spec.config, reads)),
+        config=by_content(cut(spec.config, reads)),
         inputs={name: _input_record(context, name, ref) for name, ref in spec.inputs.items()},
         files=describe_files(context.output, result.files),
         steps_planned=result.steps_planned,

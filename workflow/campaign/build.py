@@ -1,0 +1,234 @@
+"""Typed runs -> the plan: which stages, from what, where, cut how. Stages that several runs share stand in it once. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engines.config import ConfigError, EngineConfig
+from engines.model_folder import ModelFolderError
+from workflow.campaign.code import code_digest, environment_digest
+from workflow.campaign.compose import RunOverrides, compose_run, load_campaign, run_overrides
+from workflow.campaign.forecast import count_parameters, states_bytes, weights_bytes
+from workflow.campaign.identity import Identity, identify
+from workflow.campaign.overrides import override_keys, read_overrides
+from workflow.campaign.placement import place
+from workflow.campaign.plan import InputRef, Plan, RunPlan, StageSpec
+from workflow.campaign.relevance import check_relevant
+from workflow.campaign.schema import CampaignOptions, RunConfig
+from workflow.campaign.slice import cut
+from workflow.campaign.stages import CONVERT, EVALUATE, EXPORT, SFT, TRAIN, Stage
+from workflow.manifest import Device
+
+STORE = "results/store"
+_ANYWHERE = Device(asked="cpu", computed="cpu", why="its result depends on no device")
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run with its engines resolved."""
+
+    name: str
+    config: RunConfig
+    overrides: tuple[str, ...]
+    parameters: int
+    devices: dict[str, Device]
+    """Per config path of an engine."""
+
+
+def make_plan(options: CampaignOptions, root: Path) -> tuple[Plan, list[PlannedRun]]:
+    """Compose and resolve a campaign. Refuses whatever can be refused from configuration and file headers alone.
+
+    Args:
+        root: the folder that holds configs/, env/ and the packages.
+
+    Raises:
+        ConfigError: with the run's name and the key, the value and what would be right.
+    """
+    configs = root / "configs"
+    campaign = load_campaign(options.campaign, configs)
+    overrides = run_overrides(campaign, options)
+    runs = [_resolve(name, words, configs) for name, words in overrides.items()]
+    shared = next(iter(overrides.values()))
+    check_relevant(
+        {run.name: (run.config, override_keys(overrides[run.name].own)) for run in runs},
+        override_keys([*shared.common, *shared.command_line]),
+    )
+    builder = _Builder(campaign.segments)
+    planned = {run.name: builder.add_run(run) for run in runs}
+    plan = Plan(
+        campaign=campaign.name,
+        code=code_digest(root),
+        environment=environment_digest(root, "cpu"),
+        options=options.model_dump(mode="json", exclude={"plan"}),
+        stages={spec.id: spec for spec in builder.specs.values()},
+        runs=planned,
+    )
+    return plan, runs
+
+
+def _resolve(name: str, words: RunOverrides, configs: Path) -> PlannedRun:
+    try:
+        config = compose_run(read_overrides(words.all(), configs), configs)
+        parameters = count_parameters(config.model)
+        config, devices = _place_engines(config, parameters)
+    except (ConfigError, ModelFolderError) as error:
+        raise ConfigError(f"run {name!r}: {error}") from None
+    return PlannedRun(name, config, tuple(words.all()), parameters, devices)
+
+
+def _place_engines(config: RunConfig, parameters: int) -> tuple[RunConfig, dict[str, Device]]:
+    algorithm = config.algorithm
+    roles = {"engine": "language_model"}
+    if algorithm.name != "sft":
+        roles["actor.engine"] = "language_model"
+    if algorithm.name == "ppo":
+        roles["critic.engine"] = "value_model"
+    if algorithm.kl.place != "none":
+        roles["reference.engine"] = "language_model"
+    changes: dict[str, Any] = {}
+    devices: dict[str, Device] = {}
+    for path, model_type in roles.items():
+        role = path.rpartition(".")[0]
+        engine = config.role_engine(role) if role else config.engine
+        if role == "reference":
+            engine = engine.model_copy(update={"forward_only": True})
+        elif engine.forward_only:
+            raise ConfigError(f"{path}.forward_only=True: this engine has to train")
+        placed, devices[path] = place(engine, model_type, parameters, config.site, path)
+        if role:
+            changes[role] = getattr(config, role).model_copy(update={"engine": placed})
+        else:
+            changes["engine"] = placed
+    return config.model_copy(update=changes), devices
+
+
+@dataclass
+class _Builder:
+    """Collects the stages of all runs."""
+
+    segments: int
+    specs: dict[str, StageSpec] = field(default_factory=dict)
+    _plain: dict[str, Any] = field(default_factory=dict)
+
+    def add_run(self, run: PlannedRun) -> RunPlan:
+        """Add the stages of one run; returns which they are."""
+        config = run.config
+        self._plain = config.model_dump(mode="json")
+        weights = weights_bytes(run.parameters, config.model.dtype)
+        slug = f"{config.model.name}-{config.data.name}"
+        convert = self._add(CONVERT, run, config.model.name, {}, bytes=weights)
+        sft = self._add(SFT, run, slug, {"model": (convert, None)}, steps=config.sft.steps, bytes=weights)
+        before = self._add(EVALUATE, run, f"{slug}-sft", {"model": (sft, None)})
+        stages: dict[str, str | list[str]] = {CONVERT.name: convert.id, SFT.name: sft.id}
+        if config.algorithm.name == "sft":
+            self._plain = {**self._plain, "sft": {**self._plain["sft"], "steps": config.algorithm.steps}}
+            more = self._add(
+                SFT, run, f"{slug}-more", {"model": (sft, None)}, steps=config.algorithm.steps, bytes=weights
+            )
+            after = self._add(EVALUATE, run, f"{slug}-more", {"model": (more, None)})
+            stages |= {"sft_continued": more.id, EVALUATE.name: [before.id, after.id]}
+        else:
+            stages |= self._add_training(run, f"{slug}-{config.algorithm.name}", sft, before, weights)
+        return RunPlan(
+            stages=stages, overrides=list(run.overrides), algorithm=config.algorithm.name, seed=config.seed
+        )
+
+    def _add_training(
+        self, run: PlannedRun, slug: str, sft: StageSpec, before: StageSpec, weights: int
+    ) -> dict[str, str | list[str]]:
+        config = run.config
+        cuts = cut_steps(config.algorithm.steps, self.segments)
+        trained = 2 if config.algorithm.name == "ppo" else 1
+        kept = len(cuts) if config.checkpoint.retain == "all" else 2
+        states = states_bytes(run.parameters, trained, kept)
+        steps = config.algorithm.steps
+        train = self._add(TRAIN, run, slug, {"model": (sft, None)}, steps=steps, cuts=cuts, bytes=states)
+        evaluations = [
+            self._add(EVALUATE, run, f"{slug}-step{step:06d}", {"model": (train, step), "base": (sft, None)})
+            for step in cuts
+        ]
+        sources = {
+            "model": (train, cuts[-1]),
+            "base": (sft, None),
+            "before": (before, None),
+            "after": (evaluations[-1], None),
+        }
+        export = self._add(EXPORT, run, slug, sources, bytes=weights)
+        return {
+            TRAIN.name: train.id,
+            EVALUATE.name: [before.id, *(spec.id for spec in evaluations)],
+            EXPORT.name: export.id,
+        }
+
+    def _add(
+        self,
+        stage: Stage,
+        run: PlannedRun,
+        slug: str,
+        inputs: dict[str, tuple[StageSpec, int | None]],
+        steps: int = 0,
+        cuts: Sequence[int] = (),
+        bytes: int = 0,
+    ) -> StageSpec:
+        config = run.config
+        unused = stage.unused(config)
+        reads = tuple(path for path in stage.reads if path not in unused)
+        engines = _engines(stage, run)
+        device = next(iter(run.devices[path] for path in engines), _ANYWHERE)
+        largest = max(engines.values(), key=lambda engine: engine.layout.world_size, default=EngineConfig())
+        layout = largest.layout if stage in (SFT, TRAIN) else EngineConfig().layout
+        threads = config.site.devices[device.computed].threads_per_rank if engines else 1
+        sources = {
+            name: Identity(spec.identity, spec.learning_identity, step)
+            for name, (spec, step) in inputs.items()
+        }
+        identity = identify(stage, cut(self._plain, reads), sources, threads)
+        known = self.specs.get(identity.numeric)
+        if known is not None:
+            return known
+        spec = StageSpec(
+            stage=stage.name,
+            slug=slug,
+            version=stage.version,
+            identity=identity.numeric,
+            learning_identity=identity.learning,
+            config=cut(self._plain, (*reads, *stage.settings)),
+            inputs={name: InputRef(id=spec.id, step=step) for name, (spec, step) in inputs.items()},
+            device=device,
+            layout=layout,
+            world_size=layout.world_size,
+            backends={_role(path): engine.backend for path, engine in engines.items()}
+            if stage is not EVALUATE
+            else {"rollout": config.rollout.backend},
+            dtype=largest.dtype,
+            threads=threads,
+            steps=steps,
+            cuts=list(cuts),
+            folder=f"{STORE}/{stage.name}/{slug}-{identity.numeric[:8]}",
+            forecast_bytes=bytes,
+        )
+        self.specs[identity.numeric] = spec
+        return spec
+
+
+def cut_steps(steps: int, segments: int) -> list[int]:
+    """Steps at which ``segments`` equal segments end; fewer when there are fewer steps.
+
+    >>> cut_steps(10, 3)
+    [3, 7, 10]
+    """
+    return sorted({round(steps * part / segments) for part in range(1, segments + 1)} - {0})
+
+
+def _engines(stage: Stage, run: PlannedRun) -> dict[str, EngineConfig]:
+    """The engines that ``stage`` runs in this run, by config path."""
+    unused = stage.unused(run.config)
+    paths = [path for path in stage.roles if path.partition(".")[0] not in unused]
+    return {path: run.config.role_engine(_role(path)) if "." in path else run.config.engine for path in paths}
+
+
+def _role(path: str) -> str:
+    return path.partition(".")[0] if "." in path else "actor"

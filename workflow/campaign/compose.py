@@ -1,0 +1,114 @@
+"""Command line and files -> typed runs. Hydra composes once per distinct choice of groups; plain overrides are laid over that."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from engines.config import ConfigError, nearest, parse
+from workflow.campaign.overrides import ROLES, Overrides, split_words
+from workflow.campaign.schema import CampaignConfig, CampaignOptions, RunConfig
+
+
+def load_campaign(name: str, configs: Path) -> CampaignConfig:
+    """The campaign file ``configs/campaign/<name>.yaml``, or the file at the path ``name`` when it ends in .yaml.
+
+    Raises:
+        ConfigError: there is no such file, or it is not a campaign.
+    """
+    path = Path(name) if name.endswith(".yaml") else configs / "campaign" / f"{name}.yaml"
+    if not path.is_file():
+        known = sorted(file.stem for file in (configs / "campaign").glob("*.yaml"))
+        raise ConfigError(f"campaign={name!r}: {path} is not there; {nearest(name, known)}")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML ({error})") from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{path}: expected keys and values; known keys: {', '.join(CampaignConfig.model_fields)}"
+        )
+    return parse(CampaignConfig, values, path=str(path))
+
+
+@dataclass(frozen=True)
+class RunOverrides:
+    """The overrides of one run, in the order in which they apply."""
+
+    common: tuple[str, ...]
+    """The campaign's."""
+    own: tuple[str, ...]
+    """What sets the run apart."""
+    command_line: tuple[str, ...]
+    """The command line's, which win."""
+
+    def all(self) -> list[str]:
+        """All of them, in order."""
+        return [*self.common, *self.own, *self.command_line]
+
+
+def run_overrides(campaign: CampaignConfig, options: CampaignOptions) -> dict[str, RunOverrides]:
+    """What makes each run of a campaign."""
+    if options.controls and not campaign.controls:
+        raise ConfigError(f"controls=true: campaign {campaign.name!r} has no controls")
+    runs = {**campaign.runs, **(campaign.controls if options.controls else {})}
+    last = [] if options.seed is None else [f"seed={options.seed}"]
+    last += [] if options.site is None else [f"site={options.site}"]
+    last += split_words(options.set)
+    return {name: RunOverrides(tuple(campaign.common), tuple(own), tuple(last)) for name, own in runs.items()}
+
+
+def compose_run(overrides: Overrides, configs: Path) -> RunConfig:
+    """The typed run that ``overrides`` make of ``configs/run.yaml``; every role's engine is set.
+
+    Raises:
+        ConfigError: a key that does not exist or a value out of range, with the nearest spelling.
+    """
+    base = _compose(overrides.groups, configs)
+    values = copy.deepcopy(base)
+    laid: dict[str, dict[str, Any]] = {role: {} for role in ROLES}
+    for role, choice in overrides.role_engines:
+        laid[role] = copy.deepcopy(_compose((("engine", choice),), configs)["engine"])
+    for key, value in overrides.values:
+        role, _, rest = key.partition(".engine.")
+        if role in ROLES and rest:
+            _put(laid[role], rest, value, key)
+        else:
+            _put(values, key, value, key)
+    for role in ROLES:
+        own = values.setdefault(role, {}) if isinstance(values.get(role, {}), dict) else {}
+        if "engine" not in own:
+            own["engine"] = _merge(values["engine"], laid[role])
+    return parse(RunConfig, values)
+
+
+@cache
+def _compose(groups: tuple[tuple[str, str], ...], configs: Path) -> dict[str, Any]:
+    with initialize_config_dir(config_dir=str(configs.resolve()), version_base=None):
+        composed = compose("run", overrides=[f"{group}={choice}" for group, choice in groups])
+    return OmegaConf.to_container(composed, resolve=True)
+
+
+def _put(values: dict[str, Any], path: str, value: Any, key: str) -> None:
+    *parents, last = path.split(".")
+    for name in parents:
+        values = values.setdefault(name, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"{key}: {name} has no keys below it, its value is {values!r}")
+    values[last] = value
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    result = dict(below)
+    for key, value in above.items():
+        if isinstance(value, dict) and isinstance(result.get(key), dict):
+            value = _merge(result[key], value)
+        result[key] = value
+    return result

@@ -1,0 +1,115 @@
+"""What the workflow's head does: options -> frozen plan, then lock, preflight and a copy of the source before the first job."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engines.config import ConfigError, parse
+from workflow.campaign.build import PlannedRun, make_plan
+from workflow.campaign.code import code_digest, snapshot, source_root
+from workflow.campaign.lock import FolderLock, LockHeld
+from workflow.campaign.plan import Plan, PlanError, read_plan, write_plan
+from workflow.campaign.preflight import check_data, check_disk, check_sizes
+from workflow.campaign.schema import CampaignOptions
+
+RESULTS = Path("results")
+CURRENT = "plan.json"
+"""A link to the plan that the campaign's folder shows."""
+CODE = RESULTS / ".code"
+
+
+@dataclass
+class Head:
+    """A campaign as the workflow sees it."""
+
+    plan: Plan
+    path: Path
+    """The frozen plan."""
+    runs: list[PlannedRun] = field(default_factory=list)
+    """Composed runs; none when the plan was given."""
+    _lock: FolderLock | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where people look."""
+        return RESULTS / self.plan.campaign
+
+    @property
+    def code(self) -> Path:
+        """The copy of the source that the campaign's jobs run."""
+        return CODE / self.plan.code[:16]
+
+    def start(self) -> None:
+        """Before the first job: be the only head, check data and disk, copy the source.
+
+        Raises:
+            LockHeld: another head works in this results folder.
+            ConfigError, DataError, PromptError, DiskFull: nothing has been started.
+        """
+        lock = FolderLock(RESULTS, ".head.json")
+        try:
+            lock.acquire()
+        except LockHeld as error:
+            raise LockHeld(f"another head is running: {error}; wait for it or stop it") from None
+        self._lock = lock
+        atexit.register(lock.release)
+        check_data(self.runs)
+        check_disk(self.plan, RESULTS)
+        snapshot(source_root(), self.plan.code, CODE)
+        _point_to(self.path, self.folder / CURRENT)
+
+
+def open_campaign(config: Mapping[str, Any]) -> Head:
+    """Freeze the plan that the command line asks for, or take the one it names.
+
+    Raises:
+        ConfigError: anything wrong with the configuration, every key named.
+        PlanError: the named plan is missing, altered, or of another version of the code.
+    """
+    options = read_options(config)
+    root = source_root()
+    if options.plan is not None:
+        plan = read_plan(Path(options.plan))
+        if plan.code != (digest := code_digest(root)):
+            raise PlanError(
+                f"plan={options.plan}: made by another version of the code ({plan.code[:12]}, this is {digest[:12]}); "
+                "leave plan out to plan anew: what is published stays valid"
+            )
+        return Head(plan, Path(options.plan))
+    plan, runs = make_plan(options, root)
+    for run in runs:
+        try:
+            check_sizes(run.config)
+        except ConfigError as error:
+            raise ConfigError(f"run {run.name!r}: {error}") from None
+    path = write_plan(plan, RESULTS / plan.campaign)
+    current = path.with_name(CURRENT)
+    if current.is_symlink() and current.readlink().name != path.name:
+        os.utime(path)  # newer than what the folder shows of another plan, so that it is made anew
+    return Head(plan, path, runs)
+
+
+def read_options(config: Mapping[str, Any]) -> CampaignOptions:
+    """The options of ``snakemake --config``, typed.
+
+    Raises:
+        ConfigError: an unknown option (nearest spelling) or a value out of range.
+    """
+    values = dict(config)
+    if isinstance(values.get("set"), (list, tuple)):
+        values["set"] = " ".join(str(word) for word in values["set"])
+    if "campaign" in values:
+        values["campaign"] = str(values["campaign"])
+    return parse(CampaignOptions, values, path="--config")
+
+
+def _point_to(path: Path, link: Path) -> None:
+    temporary = link.with_name(f".{link.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(path.name)
+    temporary.rename(link)
