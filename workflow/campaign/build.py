@@ -131,13 +131,13 @@ class _Builder:
             after = self._add(EVALUATE, run, f"{slug}-more", {"model": (more, None)})
             stages |= {"sft_continued": more.id, EVALUATE.name: [before.id, after.id]}
         else:
-            stages |= self._add_training(run, f"{slug}-{config.algorithm.name}", sft, before, weights)
+            stages |= self._add_training(run, f"{slug}-{config.algorithm.name}", convert, sft, before, weights)
         return RunPlan(
             stages=stages, overrides=list(run.overrides), algorithm=config.algorithm.name, seed=config.seed
         )
 
     def _add_training(
-        self, run: PlannedRun, slug: str, sft: StageSpec, before: StageSpec, weights: int
+        self, run: PlannedRun, slug: str, convert: StageSpec, sft: StageSpec, before: StageSpec, weights: int
     ) -> dict[str, str | list[str]]:
         config = run.config
         cuts = cut_steps(config.algorithm.steps, self.segments)
@@ -153,6 +153,7 @@ class _Builder:
         sources = {
             "model": (train, cuts[-1]),
             "base": (sft, None),
+            "origin": (convert, None),
             "before": (before, None),
             "after": (evaluations[-1], None),
         }

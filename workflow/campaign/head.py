@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from engines.config import ConfigError, parse
+from engines.model_folder import ModelFolderError
 from workflow.campaign.build import PlannedRun, make_plan
 from workflow.campaign.code import code_digest, snapshot, source_root
 from workflow.campaign.lock import FolderLock, LockHeld
 from workflow.campaign.plan import Plan, PlanError, read_plan, write_plan
-from workflow.campaign.preflight import check_data, check_disk, check_sizes
+from workflow.campaign.preflight import DiskFull, check_data, check_disk, check_sizes
 from workflow.campaign.schema import CampaignOptions
+from workflow.data import DataError, PromptError
 
+REFUSALS = (ConfigError, DataError, DiskFull, LockHeld, ModelFolderError, PlanError, PromptError)
+"""What makes a campaign stop before its first job; each message is for the person who started it."""
 RESULTS = Path("results")
 CURRENT = "plan.json"
 """A link to the plan that the campaign's folder shows."""
@@ -62,6 +66,21 @@ class Head:
         check_disk(self.plan, RESULTS)
         snapshot(source_root(), self.plan.code, CODE)
         _point_to(self.path, self.folder / CURRENT)
+
+    def closing_words(self) -> str:
+        """Where the report and the exported models are, those that exist."""
+        lines = []
+        for name, run in self.plan.runs.items():
+            export = run.stages.get("export")
+            path = (
+                Path(self.plan.stages[export].output_folder()) / "model" if isinstance(export, str) else None
+            )
+            if path is not None and path.is_dir():
+                lines.append(f"  model of {name}: {path}")
+        report = self.folder / "report.html"
+        if report.exists():
+            lines.insert(0, f"  report: {report}")
+        return "\n".join([f"campaign {self.plan.campaign}:", *lines])
 
 
 def open_campaign(config: Mapping[str, Any]) -> Head:

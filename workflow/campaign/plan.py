@@ -68,6 +68,23 @@ class StageSpec(Config):
         """The last part of the folder: the wildcard of the stage's rule."""
         return f"{self.slug}-{self.identity[:8]}"
 
+    @property
+    def layout_text(self) -> str:
+        """The parallel sizes that are not 1, such as dp2 or tp2-dp4; dp1 when all are."""
+        short = {
+            "tensor": "tp",
+            "pipeline": "pp",
+            "context": "cp",
+            "expert": "ep",
+            "data": "dp",
+        }
+        sizes = [
+            f"{text}{size}"
+            for name, text in short.items()
+            if (size := getattr(self.layout, f"{name}_parallel_size")) > 1
+        ]
+        return "-".join(sizes) or "dp1"
+
     def output_folder(self, step: int | None = None) -> str:
         """Folder of the manifest that ends at ``step`` (training), or of the only one."""
         return self.folder if step is None else f"{self.folder}/step{step:06d}"
@@ -135,6 +152,11 @@ class Plan(Config):
         if spec is None or spec.stage != stage:
             raise PlanError(f"the plan of campaign {self.campaign!r} has no {stage} {key!r}")
         return spec
+
+    def run_manifests(self, name: str) -> list[str]:
+        """Paths of all manifests of a run."""
+        specs = [self.stages[id] for id in self.runs[name].ids()]
+        return [spec.manifest(step) for spec in specs for step in spec.cuts or [None]]
 
     def input_manifest(self, ref: InputRef) -> str:
         """Path of an input's manifest."""

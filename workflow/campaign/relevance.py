@@ -11,7 +11,7 @@ _Test = Callable[[RunConfig], bool]
 _RL_ONLY = tuple(
     f"algorithm.{key}"
     for key in (
-        "prompts_per_step", "samples_per_prompt", "mini_batch_size", "epochs", "shuffle", "aggregation", "clip_low",
+        "prompts_per_step", "samples_per_prompt", "mini_batch_size", "epochs", "normalize_by_std", "shuffle", "aggregation", "clip_low",
         "clip_high", "entropy_coefficient", "old_log_probs", "kl", "lr", "optimizer",
     )
 )  # fmt: skip
@@ -23,13 +23,13 @@ _RULES: tuple[tuple[tuple[str, ...], _Test, str], ...] = (
         lambda run: run.algorithm.name == "ppo",
         "only algorithm=ppo has a critic",
     ),
-    (("algorithm.normalize_by_std",), lambda run: run.algorithm.name == "grpo", "only algorithm=grpo compares groups"),
     ((*_RL_ONLY, "actor", "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.batch_size",
       "rollout.compact_every", "reward.shuffled", "reward.partial_credit", "checkpoint"),
      lambda run: run.algorithm.name != "sft", "algorithm=sft has no RL stage"),
     (("reference", "algorithm.kl.estimator", "algorithm.kl.coefficient"),
      lambda run: run.algorithm.kl.place != "none", "algorithm.kl.place=none builds no reference model"),
     (("algorithm.kl.target", "algorithm.kl.horizon"), lambda run: run.algorithm.kl.adaptive, "algorithm.kl.adaptive=false"),
+    (("sft.wrong_answer",), lambda run: run.sft.wrong_share > 0, "sft.wrong_share=0"),
     (("data.train_file", "data.heldout_file"), lambda run: not run.data.tasks, "data.tasks is set"),
     (("model.tokenizer",), lambda run: run.model.architecture is not None, "the model brings its own tokenizer"),
     (("model.trust_remote_code",), lambda run: run.model.path is not None, "only a model folder can carry code"),

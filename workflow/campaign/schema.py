@@ -106,7 +106,9 @@ class SftConfig(Config):
     demonstrations: int = Field(1024, ge=1)
     """The first so many training problems are demonstrated."""
     wrong_share: float = Field(0.0, ge=0, lt=1)
-    """Share of demonstrations whose answer is another problem's: a weak teacher, as real demonstrations are."""
+    """Share of demonstrations that may be wrong: a weak teacher, as real demonstrations are."""
+    wrong_answer: str | None = None
+    """module:function that says what the weak teacher answers to a problem; another problem's answer when not set."""
     lr: float = Field(1e-3, gt=0, le=1)
     """Peak learning rate."""
     optimizer: AdamWConfig = AdamWConfig()
@@ -165,7 +167,7 @@ class AlgorithmConfig(Config):
     entropy_coefficient: float = Field(0.0, ge=0)
     """Entropy bonus."""
     normalize_by_std: bool = True
-    """grpo: divide a group's advantages by its standard deviation."""
+    """grpo: divide a group's advantages by its standard deviation. ppo: whiten advantages over the batch."""
     gamma: float = Field(1.0, ge=0, le=1)
     """ppo: discount."""
     gae_lambda: float = Field(1.0, ge=0, le=1)

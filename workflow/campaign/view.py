@@ -1,0 +1,73 @@
+"""A run's folder for people: links to its stages in the store, and ``run.json``. Loads no framework."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from workflow.campaign.plan import Plan, PlanError, read_plan
+from workflow.manifest import write_json
+
+RUN_FILE = "run.json"
+
+
+def write_view(plan: Plan, plan_path: Path, name: str) -> Path:
+    """Link the stages of run ``name`` into its folder beside the plan and write ``run.json``; returns its path.
+
+    Raises:
+        PlanError: the plan has no such run.
+    """
+    if name not in plan.runs:
+        raise PlanError(f"the plan of campaign {plan.campaign!r} has no run {name!r}")
+    run = plan.runs[name]
+    folder = plan_path.parent / name
+    folder.mkdir(parents=True, exist_ok=True)
+    for link in folder.iterdir():
+        if link.is_symlink():
+            link.unlink()  # of another plan's stages
+    stages: list[dict[str, Any]] = []
+    for id in run.ids():
+        spec = plan.stages[id]
+        link = folder / (
+            spec.stage if spec.stage not in ("sft", "evaluate") else f"{spec.stage}-{len(stages)}"
+        )
+        link.symlink_to(os.path.relpath(spec.folder, folder), target_is_directory=True)
+        for step in spec.cuts or [None]:
+            manifest = os.path.relpath(spec.manifest(step), folder)
+            stages.append({"stage": spec.stage, "id": id, "step": step, "manifest": manifest})
+    path = folder / RUN_FILE
+    write_json(
+        path,
+        {
+            "format": 1,
+            "campaign": plan.campaign,
+            "run": name,
+            "algorithm": run.algorithm,
+            "seed": run.seed,
+            "plan": os.path.relpath(plan_path, folder),
+            "overrides": run.overrides,
+            "stages": stages,
+        },
+    )
+    return path
+
+
+def main() -> int:
+    """Parse the command line and write one view."""
+    parser = argparse.ArgumentParser(prog="python -m workflow.campaign.view", description=__doc__)
+    parser.add_argument("--plan", type=Path, required=True)
+    parser.add_argument("--run", required=True)
+    options = parser.parse_args()
+    try:
+        write_view(read_plan(options.plan), options.plan, options.run)
+    except PlanError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
