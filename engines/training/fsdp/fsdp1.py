@@ -1,0 +1,107 @@
+"""FSDP1: the parameters of a unit are flattened into one and sharded (``FullyShardedDataParallel``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from engines.hf_checkpoint import on_disk_views
+from engines.registry import EngineRegistry
+from engines.training.fsdp.engine import ShardedDataParallelEngine
+from engines.training.fsdp.model import TokenModel
+
+DEVICES = ("cpu", "cuda", "npu")
+_WRAPPER = "_fsdp_wrapped_module."
+
+
+class FSDP1Engine(ShardedDataParallelEngine):
+    """Every decoder layer is a unit, and the rest (embeddings, last norm, head) another."""
+
+    def shard(self, model: TokenModel) -> nn.Module:
+        half = self.config.dtype == "bfloat16"
+        replicated = self.mesh.ndim == 2
+        return FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({type(layer) for layer in model.layers}),
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD if replicated else ShardingStrategy.FULL_SHARD,
+            mixed_precision=MixedPrecision(torch.bfloat16, torch.float32) if half else None,
+            device_id=self.device,
+            device_mesh=self.mesh,
+            use_orig_params=True,
+        )
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        return self.module.no_sync()
+
+    def export_units(self) -> Iterator[tuple[str, Tensor]]:
+        return self._gathered(gradients=False)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(on-disk name, full gradient) of every parameter that has one. Collective."""
+        return self._gathered(gradients=True)
+
+    def _gathered(self, gradients: bool) -> Iterator[tuple[str, Tensor]]:
+        """Gathers one unit at a time; what is yielded is a copy, so it outlives the gathering."""
+        for prefix, unit in self.module.named_modules():
+            if not isinstance(unit, FullyShardedDataParallel):
+                continue
+            path = f"{prefix}." if prefix else ""
+            with FullyShardedDataParallel.summon_full_params(
+                unit, recurse=False, writeback=False, with_grads=gradients
+            ):
+                copies = []
+                for name, parameter in unit.named_parameters():
+                    inner = name.removeprefix(_WRAPPER)
+                    if _WRAPPER in inner:  # of a unit further down
+                        continue
+                    tensor = parameter.grad if gradients else parameter.detach()
+                    if tensor is not None:
+                        copies.append(((path + inner).replace(_WRAPPER, ""), tensor.clone()))
+            for name, tensor in copies:
+                yield from on_disk_views(name, tensor)
+
+    def sharded_state(self) -> dict[str, Any]:
+        state = {f"model.{name}": tensor for name, tensor in get_model_state_dict(self.module).items()}
+        if self.optimizer is not None:
+            slots = get_optimizer_state_dict(self.module, self.optimizer)["state"]
+            for name, values in slots.items():
+                state.update({f"optimizer.{name}.{slot}": value for slot, value in values.items()})
+        return state
+
+    def load_sharded_state(self, state: dict[str, Any]) -> None:
+        set_model_state_dict(
+            self.module,
+            {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")},
+        )
+        if self.optimizer is None:
+            return
+        current = get_optimizer_state_dict(self.module, self.optimizer)
+        for name, values in current["state"].items():
+            current["state"][name] = {slot: state[f"optimizer.{name}.{slot}"] for slot in values}
+        set_optimizer_state_dict(self.module, self.optimizer, current)
+
+
+@EngineRegistry.register(model_type="language_model", backend="fsdp", device=DEVICES)
+class FSDP1LanguageModel(FSDP1Engine):
+    """Log-probs and entropy."""
+
+    model_type = "language_model"
+
+
+@EngineRegistry.register(model_type="value_model", backend="fsdp", device=DEVICES)
+class FSDP1ValueModel(FSDP1Engine):
+    """Values."""
+
+    model_type = "value_model"
