@@ -29,7 +29,7 @@ class _Template(string.Formatter):
     def convert_field(self, value: Any, conversion: str | None) -> Any:
         if conversion != "i":
             return super().convert_field(value, conversion)
-        return [_whole(item) for item in value] if isinstance(value, list) else _whole(value)
+        return [whole_number(item) for item in value] if isinstance(value, list) else whole_number(value)
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if isinstance(value, list):
@@ -37,7 +37,8 @@ class _Template(string.Formatter):
         return super().format_field(value, format_spec)
 
 
-def _whole(value: Any) -> str:
+def whole_number(value: Any) -> str:
+    """A number, or its text, without ".0" when it is whole."""
     number = float(value)
     return str(int(number)) if number.is_integer() else str(value)
 

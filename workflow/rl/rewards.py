@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engines.streams import stream_key
 from workflow.campaign.schema import DataConfig, RewardConfig
-from workflow.data import Problem, Verifier, demonstration
+from workflow.data import Problem, UserFunction, Verifier, demonstration
 
 
-class RewardError(RuntimeError):
-    """A reward that could not be computed; the message names the function and the problem."""
+class RewardError(ValueError):
+    """A reward that cannot be computed as configured."""
 
 
 RewardFunction = Callable[[str, Problem], float]
@@ -37,7 +37,8 @@ class Rewarder:
     A response that was cut off before its end earns no base reward and is never correct.
 
     Raises:
-        RewardError: at once, when a user's function cannot be imported or a pattern is not valid.
+        RewardError: the pattern is not valid.
+        UserFunctionError: the user's function cannot be imported; later, when it fails on a response.
     """
 
     def __init__(self, config: RewardConfig, data: DataConfig):
@@ -73,12 +74,20 @@ def base_reward(config: RewardConfig, data: DataConfig) -> RewardFunction:
         return exact_match
     if config.kind == "regex":
         return _pattern_match(config.pattern)
-    return load_function(config.function)
+    function = UserFunction("reward.function", config.function, _finite)
+    return lambda response, problem: function(response, problem=problem)
 
 
 def exact_match(response: str, problem: Problem) -> float:
     """1 when the response is the answer, apart from white space around it; else 0."""
     return float(response.strip() == problem.answer.strip())
+
+
+def _finite(reward: Any) -> float:
+    value = float(reward)
+    if not math.isfinite(value):
+        raise ValueError(f"returned {value}, a finite number is needed")
+    return value
 
 
 def _pattern_match(pattern: str) -> RewardFunction:
@@ -95,31 +104,6 @@ def _pattern_match(pattern: str) -> RewardFunction:
         return exact_match((found and found.group(1)) or "", problem)
 
     return match
-
-
-def load_function(path: str) -> RewardFunction:
-    """A user's ``module:function``, wrapped so that whatever goes wrong in it names it and the problem."""
-    module, separator, name = path.partition(":")
-    if not separator or not module or not name:
-        raise RewardError(f"reward.function={path!r}: write it as module:function")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except Exception as error:
-        raise RewardError(f"reward.function={path!r}: cannot be imported ({error!r})") from error
-    if not callable(function):
-        raise RewardError(f"reward.function={path!r}: {type(function).__name__} is not callable")
-
-    def call(response: str, problem: Problem) -> float:
-        where = f"reward.function={path!r} on problem {problem.digest[:12]} ({problem.question[:80]!r})"
-        try:
-            reward = float(function(response, problem))
-        except Exception as error:
-            raise RewardError(f"{where}: {error!r}; the response was {response[:200]!r}") from error
-        if not math.isfinite(reward):
-            raise RewardError(f"{where}: returned {reward}; the response was {response[:200]!r}")
-        return reward
-
-    return call
 
 
 def placed_share(response: str, answer: str) -> float:

@@ -27,9 +27,10 @@ Z_95 = 1.959963984540054
 
 
 def main(context: StageContext) -> StageResult:
-    """Evaluate the model of input ``model``, with the weights of input ``state`` when there is one."""
+    """Evaluate input ``model``: a model folder, or a training state of a model whose folder is input ``base``."""
     config = context.config
-    model = context.input_path("model") / "model"
+    of_state = "base" in context.inputs
+    model = context.input_path("base" if of_state else "model") / "model"
     problems = load_problems(config.data, "heldout")[: config.evaluate.problems]
     encoder = PromptEncoder(model)
     rollout_config = RolloutConfig(
@@ -38,8 +39,8 @@ def main(context: StageContext) -> StageResult:
         batch_size=config.evaluate.batch_size,
     )
     rollout = TransformersRollout(model, rollout_config, config.engine.device)
-    if "state" in context.inputs:
-        rollout.update_weights(state_weights(context.input_path("state"), "actor"))
+    if of_state:
+        rollout.update_weights(state_weights(context.input_path("model"), "actor"))
     prompts = [encoder.prompt_ids(config.data, problem) for problem in problems]
     responses = answer(context, rollout, prompts, rollout_config)
     texts = [encoder.decode(response.token_ids) for response in responses]

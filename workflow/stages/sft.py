@@ -1,8 +1,8 @@
 """sft: supervised fine-tuning on demonstrations, from the base model to the model that RL starts from.
 
 Short, and the same for all runs that share it; so it is not cut into segments, and when interrupted it starts again.
-Demonstrations are the answers of the first training problems. With ``sft.wrong_share`` some of them show another problem's
-answer: a weak teacher, as real demonstrations are.
+Demonstrations are the answers of the first training problems; with ``sft.wrong_share`` a weak teacher gives some of them, as
+real demonstrations have it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engines.training.batch import PackedBatch
 from engines.workers.group import build_groups
 from engines.workers.spec import RoleSpec
 from workflow.campaign.schema import DataConfig, SftConfig
-from workflow.data import Problem, PromptEncoder, demonstration, load_problems
+from workflow.data import Problem, PromptEncoder, UserFunction, demonstration, load_problems
 from workflow.rl.batches import demonstration_batch
 from workflow.rl.losses import SftLoss
 from workflow.rl.order import DataCursor
@@ -34,7 +34,9 @@ def main(context: StageContext) -> StageResult:
     problems = load_problems(config.data, "train")[: config.sft.demonstrations]
     examples = demonstrations(config.data, config.sft, problems, PromptEncoder(base), run)
     cursor = DataCursor(run, [problem.digest for problem in problems])
-    spec = RoleSpec(ROLE, "language_model", config.engine, base, config.sft.optimizer, config.sft.steps)
+    spec = RoleSpec(
+        ROLE, "language_model", config.engine, base, config.sft.optimizer.at(config.sft.lr), config.sft.steps
+    )
     curve: list[dict[str, float]] = []
     with build_groups([spec])[ROLE] as group, context.progress("sft", config.sft.steps) as bar:
         for step in range(1, config.sft.steps + 1):
@@ -62,14 +64,23 @@ def demonstrations(
 ) -> PackedBatch:
     """Every problem's prompt and demonstrated answer, in the order of ``problems``."""
     answers = [demonstration(data, problem) for problem in problems]
-    shown = [answers[demonstrated(i, problems, sft.wrong_share, run)] for i in range(len(problems))]
+    teacher = UserFunction("sft.wrong_answer", sft.wrong_answer, str) if sft.wrong_answer else None
+    shown = [
+        weak_answer(i, problems, answers, teacher, run)
+        if stream_key(run, "teacher", problem.digest) < sft.wrong_share * 2**63
+        else answers[i]
+        for i, problem in enumerate(problems)
+    ]
     prompts = [encoder.prompt_ids(data, problem) for problem in problems]
     return demonstration_batch(prompts, [encoder.answer_ids(answer) for answer in shown])
 
 
-def demonstrated(index: int, problems: Sequence[Problem], wrong_share: float, run: str) -> int:
-    """Whose answer the teacher shows for problem ``index``: its own, or with chance ``wrong_share`` another's."""
-    digest, others = problems[index].digest, len(problems) - 1
-    if others == 0 or stream_key(run, "teacher", digest) >= wrong_share * 2**63:
-        return index
-    return (index + 1 + stream_key(run, "wrong answer", digest) % others) % len(problems)
+def weak_answer(
+    index: int, problems: Sequence[Problem], answers: Sequence[str], teacher: UserFunction | None, run: str
+) -> str:
+    """What a weak teacher answers to problem ``index``: what ``sft.wrong_answer`` says, or another problem's answer."""
+    problem = problems[index]
+    if teacher is not None:
+        return teacher(problem=problem)
+    others = max(len(problems) - 1, 1)
+    return answers[(index + 1 + stream_key(run, "wrong answer", problem.digest) % others) % len(problems)]
