@@ -46,13 +46,17 @@ class WorkerGroup(ABC):
             WorkerError: for the first rank that raised or died; the group is then unusable.
         """
 
+    def _initialize(self) -> list[dict[str, RankPlace]]:
+        """Build every role's engine on every rank; the roles' places by rank."""
+        return self._everywhere("initialize")
+
     @abstractmethod
     def shutdown(self) -> None:
         """Free all that the group holds. May be called twice."""
 
     def initialize(self) -> None:
         """Build every role's engine on every rank. Called by ``build_groups``."""
-        places = self._everywhere("initialize")
+        places = self._initialize()
         self._places = {name: [place[name] for place in places] for name in self.specs}
 
     def update(
