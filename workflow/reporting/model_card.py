@@ -19,11 +19,10 @@ def model_card(config: Any, inputs: Mapping[str, Manifest]) -> str:
 
     Args:
         config: the export stage's slice: model.name, data.name, algorithm.name.
-        inputs: manifests ``base`` (convert), ``state`` (train), ``evaluation`` (of that state) and ``baseline`` (of the
-            SFT model).
+        inputs: the export stage's: ``origin`` (convert), ``base`` (sft), ``model`` (train), ``before`` and ``after``
+            (evaluations of the SFT model and of this one).
     """
-    base, state = inputs["base"], inputs["state"]
-    source = base.metrics.get("source", {})
+    state, source = inputs["model"], inputs["origin"].metrics["source"]
     name = f"{config.model.name}-{config.algorithm.name}"
     header = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
     if "license" in source:
@@ -36,7 +35,7 @@ def model_card(config: Any, inputs: Mapping[str, Manifest]) -> str:
         "## Results\n",
         *_results(inputs),
         "\n## How it was made\n",
-        *_table("", "", _making(config, base, state)),
+        *_table("", "", _making(config, source, state)),
         "\n## Use\n",
         "```python",
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n",
@@ -62,21 +61,20 @@ def percent(value: float) -> str:
 
 def _results(inputs: Mapping[str, Manifest]) -> list[str]:
     rows = []
-    for label, key in (("after supervised fine-tuning", "baseline"), ("this model", "evaluation")):
+    for label, key in (("after supervised fine-tuning", "before"), ("this model", "after")):
         metrics = inputs[key].metrics
-        low, high = metrics["ci95"]
+        low, high = metrics["accuracy_ci95"]
         rows.append(
             (label, f"{percent(metrics['accuracy'])} (95 % interval {percent(low)} to {percent(high)})")
         )
-    problems = inputs["evaluation"].metrics["problems"]
+    problems = inputs["after"].metrics["problems"]
     return [
         *_table("model", "accuracy", rows),
         f"\nGreedy answers to {problems:,} held-out problems that are disjoint from the training ones; Wilson interval.",
     ]
 
 
-def _making(config: Any, base: Manifest, state: Manifest) -> list[tuple[str, str]]:
-    source = base.metrics.get("source", {})
+def _making(config: Any, source: Mapping[str, str], state: Manifest) -> list[tuple[str, str]]:
     origin = {
         "architecture": f"random weights ({source.get('model_type')})",
         "path": f"a local model ({source.get('model_type')})",

@@ -31,7 +31,7 @@ ROLE = "actor"
 
 def main(context: StageContext) -> StageResult:
     """Export the actor of the last training state."""
-    base, state = context.input_path("base") / "model", context.input_path("state")
+    base, state = context.input_path("base") / "model", context.input_path("model")
     folder = context.folder / "export"
     metrics = export(state, base, folder, context.config.export.max_shard_size)
     (folder / "README.md").write_text(model_card(context.config, context.inputs), encoding="utf-8")
@@ -44,7 +44,7 @@ def export(state: Path, base: Path, folder: Path, max_shard_size: str) -> dict[s
 
     Args:
         state: folder of a training state.
-        base: the converted base model that training started from.
+        base: the model that training started from.
         folder: written anew.
         max_shard_size: largest safetensors file, such as ``5GB``.
 
