@@ -30,7 +30,8 @@ def track(campaign: Campaign, folder: Path) -> list[Path]:
     written = []
     for name, write in _TRACKERS.items():
         for run in campaign.runs:
-            if getattr(TrackingConfig(**run.train.config["tracking"]), name):
+            wanted = getattr(TrackingConfig(**run.train.config["tracking"]), name)
+            if wanted and (run.metrics or run.evaluations):
                 target = folder / name / run.name
                 shutil.rmtree(target, ignore_errors=True)
                 target.mkdir(parents=True)
