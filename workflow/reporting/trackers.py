@@ -1,6 +1,6 @@
 """Metrics for other tools, written from ``metrics.jsonl`` when the report is: a run that was cut or killed logs no step twice.
 
-Each tracker's folder, ``<results>/<tracker>/<run>``, is written anew. Nothing is sent anywhere.
+Each tracker's folder, ``<results>/<tracker>``, is written anew. Nothing is sent anywhere.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ def track(campaign: Campaign, folder: Path) -> list[Path]:
     """
     written = []
     for name, write in _TRACKERS.items():
-        for run in campaign.runs:
-            wanted = getattr(TrackingConfig(**run.train.config["tracking"]), name)
-            if wanted and (run.metrics or run.evaluations):
-                target = folder / name / run.name
-                shutil.rmtree(target, ignore_errors=True)
-                target.mkdir(parents=True)
-                write(campaign, run, target)
-                written.append(target)
+        root = folder / name
+        runs = [run for run in campaign.runs if getattr(TrackingConfig(**run.train.config["tracking"]), name)]
+        if runs:
+            shutil.rmtree(root, ignore_errors=True)
+            written.append(root)
+        for run in runs:
+            if run.metrics or run.evaluations:
+                root.mkdir(exist_ok=True)
+                write(campaign, run, root)
     return written
 
 
@@ -56,11 +57,11 @@ def scalars(run: Run) -> Iterator[tuple[int, dict[str, float]]]:
     yield from sorted(steps.items())
 
 
-def _tensorboard(campaign: Campaign, run: Run, folder: Path) -> None:
+def _tensorboard(campaign: Campaign, run: Run, root: Path) -> None:
     writer_module = _require("tensorboard", "tensorboard.summary.writer.event_file_writer", "tensorboard")
     event_module = importlib.import_module("tensorboard.compat.proto.event_pb2")
     summary_module = importlib.import_module("tensorboard.compat.proto.summary_pb2")
-    writer = writer_module.EventFileWriter(str(folder))
+    writer = writer_module.EventFileWriter(str(root / run.name))
     clock = campaign.finished_at.timestamp() - sum(line.get("seconds", 0.0) for line in run.metrics)
     for step, values in scalars(run):
         clock += values.get("seconds", 0.0)
@@ -70,11 +71,12 @@ def _tensorboard(campaign: Campaign, run: Run, folder: Path) -> None:
     writer.close()
 
 
-def _wandb(campaign: Campaign, run: Run, folder: Path) -> None:
+def _wandb(campaign: Campaign, run: Run, root: Path) -> None:
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     wandb = _require("wandb", "wandb", "wandb")
     session = wandb.init(
         mode="offline",
-        dir=str(folder),
+        dir=str(root),
         project=campaign.plan.campaign,
         name=run.name,
         id=f"{run.name}-{run.train.identity[:8]}",
@@ -86,17 +88,20 @@ def _wandb(campaign: Campaign, run: Run, folder: Path) -> None:
     session.finish()
 
 
-def _mlflow(campaign: Campaign, run: Run, folder: Path) -> None:
-    mlflow = _require("mlflow", "mlflow", "mlflow")
+def _mlflow(campaign: Campaign, run: Run, root: Path) -> None:
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-    client = mlflow.MlflowClient(tracking_uri=folder.resolve().as_uri())
-    experiment = client.create_experiment(campaign.plan.campaign)
+    mlflow = _require("mlflow", "mlflow", "mlflow")
+    client = mlflow.MlflowClient(tracking_uri=root.resolve().as_uri())
+    known = client.get_experiment_by_name(campaign.plan.campaign)
+    experiment = known.experiment_id if known else client.create_experiment(campaign.plan.campaign)
     run_id = client.create_run(experiment, run_name=run.name).info.run_id
     for name, value in _parameters(run).items():
         client.log_param(run_id, name, value)
     for step, values in scalars(run):
         for name, value in values.items():
-            client.log_metric(run_id, name, value, step=step)
+            # A metric is a file there, so "seconds" and "seconds/rollout" exclude each other.
+            client.log_metric(run_id, name.replace("/", "."), value, step=step)
     client.set_terminated(run_id)
 
 
