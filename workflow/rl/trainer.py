@@ -7,6 +7,7 @@ goes on as if nothing had happened.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +49,8 @@ class PPOTrainer:
     steps_done: int = 0
     samples_seen: int = 0
     response_tokens: int = 0
+    samples_digest: str = ""
+    """SHA-256 over all token ids sampled so far, step by step: equal for runs that sampled the same."""
     kl: KLController = field(init=False)
     cursor: DataCursor = field(init=False)
 
@@ -181,6 +184,8 @@ class PPOTrainer:
         if self.algorithm.kl.place == "reward":
             per_response = per_sequence_sum(measure.divergence(batch, self.algorithm.kl), batch)
             self.kl.update(float(per_response.mean()), len(batch))
+        ids = batch.tokens["input_ids"].numpy().tobytes()
+        self.samples_digest = hashlib.sha256(self.samples_digest.encode() + ids).hexdigest()
         self.samples_seen += len(batch)
         self.response_tokens += int(batch.tokens["loss_mask"].sum())
         self.steps_done += 1
@@ -209,6 +214,7 @@ class PPOTrainer:
             "steps_done": self.steps_done,
             "samples_seen": self.samples_seen,
             "response_tokens": self.response_tokens,
+            "samples_digest": self.samples_digest,
             "cursor": self.cursor.state(),
             "kl": self.kl.state(),
         }
@@ -220,6 +226,7 @@ class PPOTrainer:
         self.steps_done = state["steps_done"]
         self.samples_seen = state["samples_seen"]
         self.response_tokens = state["response_tokens"]
+        self.samples_digest = state["samples_digest"]
         self.cursor.load_state(state["cursor"])
         self.kl.load_state(state["kl"])
 

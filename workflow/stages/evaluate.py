@@ -101,4 +101,5 @@ def wilson_interval(right: int, total: int) -> tuple[float, float]:
     share, z2n = right / total, Z_95**2 / total
     centre = (share + z2n / 2) / (1 + z2n)
     half = Z_95 * math.sqrt(share * (1 - share) / total + z2n / (4 * total)) / (1 + z2n)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # At the ends the formula gives 0 and 1 but for rounding.
+    return centre - half if right else 0.0, centre + half if right < total else 1.0
