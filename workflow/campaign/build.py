@@ -131,7 +131,9 @@ class _Builder:
             after = self._add(EVALUATE, run, f"{slug}-more", {"model": (more, None)})
             stages |= {"sft_continued": more.id, EVALUATE.name: [before.id, after.id]}
         else:
-            stages |= self._add_training(run, f"{slug}-{config.algorithm.name}", convert, sft, before, weights)
+            stages |= self._add_training(
+                run, f"{slug}-{config.algorithm.name}", convert, sft, before, weights
+            )
         return RunPlan(
             stages=stages, overrides=list(run.overrides), algorithm=config.algorithm.name, seed=config.seed
         )

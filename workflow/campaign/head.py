@@ -69,17 +69,16 @@ class Head:
 
     def closing_words(self) -> str:
         """Where the report and the exported models are, those that exist."""
-        lines = []
-        for name, run in self.plan.runs.items():
-            export = run.stages.get("export")
-            path = (
-                Path(self.plan.stages[export].output_folder()) / "model" if isinstance(export, str) else None
-            )
-            if path is not None and path.is_dir():
-                lines.append(f"  model of {name}: {path}")
-        report = self.folder / "report.html"
-        if report.exists():
-            lines.insert(0, f"  report: {report}")
+        exports = {
+            name: Path(self.plan.stages[export].output_folder()) / "export"
+            for name, run in self.plan.runs.items()
+            if isinstance(export := run.stages.get("export"), str)
+        }
+        found = {
+            "report": self.folder / "report.html",
+            **{f"model of {name}": path for name, path in exports.items()},
+        }
+        lines = [f"  {what}: {path}" for what, path in found.items() if path.exists()]
         return "\n".join([f"campaign {self.plan.campaign}:", *lines])
 
 
@@ -100,17 +99,27 @@ def open_campaign(config: Mapping[str, Any]) -> Head:
                 "leave plan out to plan anew: what is published stays valid"
             )
         return Head(plan, Path(options.plan))
+    plan, runs = plan_campaign(options, root)
+    path = write_plan(plan, RESULTS / plan.campaign)
+    current = path.with_name(CURRENT)
+    if current.is_symlink() and current.readlink().name != path.name:
+        os.utime(path)  # newer than what the folder shows of another plan, so that it is made anew
+    return Head(plan, path, runs)
+
+
+def plan_campaign(options: CampaignOptions, root: Path) -> tuple[Plan, list[PlannedRun]]:
+    """Plan a campaign and check what needs no data; writes nothing.
+
+    Raises:
+        ConfigError: with the run, the key, the value and what would be right.
+    """
     plan, runs = make_plan(options, root)
     for run in runs:
         try:
             check_sizes(run.config)
         except ConfigError as error:
             raise ConfigError(f"run {run.name!r}: {error}") from None
-    path = write_plan(plan, RESULTS / plan.campaign)
-    current = path.with_name(CURRENT)
-    if current.is_symlink() and current.readlink().name != path.name:
-        os.utime(path)  # newer than what the folder shows of another plan, so that it is made anew
-    return Head(plan, path, runs)
+    return plan, runs
 
 
 def read_options(config: Mapping[str, Any]) -> CampaignOptions:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from workflow.campaign.plan import Plan, PlanError, read_plan
-from workflow.manifest import write_json
+from workflow.manifest import ManifestError, write_json
 
 RUN_FILE = "run.json"
 
@@ -53,6 +54,19 @@ def write_view(plan: Plan, plan_path: Path, name: str) -> Path:
         },
     )
     return path
+
+
+def view_manifests(path: Path) -> list[Path]:
+    """The manifests that a ``run.json`` lists.
+
+    Raises:
+        ManifestError: it is missing or no such record.
+    """
+    try:
+        stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
+        return [path.parent / entry["manifest"] for entry in stages]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ManifestError(f"{path}: no record of a run ({type(error).__name__}: {error})") from None
 
 
 def main() -> int:

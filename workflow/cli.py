@@ -1,0 +1,160 @@
+"""The ``baton`` command: which engines there are, what a campaign would do, and whether a result is what was published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from engines.registry import EngineRegistry
+from workflow.campaign.code import source_root
+from workflow.campaign.head import CURRENT, REFUSALS, plan_campaign
+from workflow.campaign.plan import Plan, read_plan
+from workflow.campaign.schema import CampaignOptions
+from workflow.campaign.view import RUN_FILE, view_manifests
+from workflow.manifest import MANIFEST, ManifestError, verify
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+_terminal = Console()
+console = _terminal if _terminal.is_terminal else Console(width=160)
+_STATES = {"built": "green", "needs": "yellow", "not built yet": "dim"}
+
+
+@app.command()
+def engines() -> None:
+    """List every declared engine with its state on this machine."""
+    table = _table("model type", "backend", "device", "state", "environment", "module")
+    triples = EngineRegistry.triples()
+    for triple in triples:
+        state = f"needs {triple.reason}" if triple.state == "needs" else triple.state
+        color = _STATES[triple.state]
+        table.add_row(
+            triple.model_type,
+            triple.backend,
+            triple.device,
+            f"[{color}]{escape(state)}[/]",
+            f"env/{triple.environment}.txt",
+            triple.module,
+        )
+    console.print(table)
+    built = sum(triple.state == "built" for triple in triples)
+    console.print(f"{built} of {len(triples)} are built and can run here")
+
+
+@app.command()
+def plan(
+    campaign: Annotated[str, typer.Argument(help="a file in configs/campaign, or a path")],
+    set: Annotated[list[str] | None, typer.Option("--set", help="key=value; may be repeated")] = None,
+    seed: Annotated[int | None, typer.Option(help="seed of all runs")] = None,
+    controls: Annotated[bool, typer.Option(help="add the control runs")] = False,
+    site: Annotated[str | None, typer.Option(help="a file in configs/site")] = None,
+) -> None:
+    """Show what a campaign would do: runs, stages, placement and bytes. Writes and starts nothing."""
+    options = CampaignOptions(
+        campaign=campaign, set=" ".join(set or []), seed=seed, controls=controls, site=site
+    )
+    try:
+        planned, _ = plan_campaign(options, source_root())
+    except REFUSALS as error:
+        console.print(f"[red]refused:[/] {escape(str(error))}", highlight=False)
+        raise typer.Exit(1) from None
+    _show_runs(planned)
+    _show_stages(planned)
+
+
+@app.command("verify")
+def verify_command(
+    path: Annotated[
+        Path, typer.Argument(help="a manifest, its folder, a run's folder or a campaign's folder")
+    ],
+) -> None:
+    """Hash a result, and everything it came from, again; exit code 1 when anything differs from what was published."""
+    try:
+        manifests = find_manifests(path)
+    except ManifestError as error:
+        console.print(f"[red]{escape(str(error))}[/]", highlight=False)
+        raise typer.Exit(1) from None
+    result = verify(*manifests)
+    for problem in result.problems:
+        console.print(f"[red]differs[/]  {escape(problem)}", highlight=False, soft_wrap=True)
+    console.print(
+        f"{result.manifests} manifests, {result.files} files hashed again, {result.released} training states released: "
+        + (f"[red]{len(result.problems)} problems[/]" if result.problems else "[green]all as published[/]"),
+        highlight=False,
+        soft_wrap=True,
+    )
+    if result.problems:
+        raise typer.Exit(1)
+
+
+def find_manifests(path: Path) -> list[Path]:
+    """The manifests that ``path`` stands for: one result, one run, or all runs of a campaign's current plan.
+
+    Raises:
+        ManifestError: nothing of that kind is there.
+    """
+    if path.is_file() and path.name == MANIFEST:
+        return [path]
+    if (path / MANIFEST).is_file():
+        return [path / MANIFEST]
+    if (path / RUN_FILE).is_file():
+        return view_manifests(path / RUN_FILE)
+    if (path / CURRENT).exists():
+        runs = read_plan((path / CURRENT).resolve()).runs
+        return [manifest for run in runs for manifest in view_manifests(path / run / RUN_FILE)]
+    raise ManifestError(
+        f"{path}: no {MANIFEST}, {RUN_FILE} or {CURRENT} there; give a result, a run or a campaign"
+    )
+
+
+def _show_runs(planned: Plan) -> None:
+    table = _table("run", "algorithm", "seed", "stages", "overrides", title=f"campaign {planned.campaign}")
+    for name, run in planned.runs.items():
+        jobs = len(planned.run_manifests(name))
+        table.add_row(name, run.algorithm, str(run.seed), str(jobs), escape(" ".join(run.overrides)))
+    console.print(table)
+
+
+def _show_stages(planned: Plan) -> None:
+    table = _table(
+        "stage", "folder", "runs", "jobs", "engine", "device", "ranks", "steps", "forecast", "published"
+    )
+    users = {id: [name for name, run in planned.runs.items() if id in run.ids()] for id in planned.stages}
+    for id, spec in planned.stages.items():
+        manifests = [Path(spec.manifest(step)) for step in spec.cuts or [None]]
+        table.add_row(
+            spec.stage,
+            spec.name,
+            ", ".join(users[id]),
+            str(len(manifests)),
+            ", ".join(sorted({*spec.backends.values()})) or "-",
+            spec.device.computed,
+            f"{spec.world_size} ({spec.layout_text})",
+            f"{spec.steps} cut at {spec.cuts}" if spec.cuts else str(spec.steps or "-"),
+            f"{spec.forecast_bytes / 1e6:,.1f} MB",
+            f"{sum(path.exists() for path in manifests)} of {len(manifests)}",
+        )
+    console.print(table)
+    for why in dict.fromkeys(
+        f"{spec.device.asked} -> {spec.device.computed}: {spec.device.why}"
+        for spec in planned.stages.values()
+    ):
+        console.print(f"placement {why}", highlight=False)
+    jobs = sum(len(spec.cuts or [None]) for spec in planned.stages.values())
+    total = sum(spec.forecast_bytes for spec in planned.stages.values())
+    console.print(f"{jobs} jobs, about {total / 1e9:.2f} GB")
+
+
+def _table(*columns: str, title: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column in ("stage", "folder", "module", "device"))
+    return table
+
+
+if __name__ == "__main__":
+    app()
