@@ -83,7 +83,7 @@ class EngineConfig(Config):
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass."""
     seed: int = Field(0, ge=0)
-    """Seed of what an engine draws itself (initial value head)."""
+    """Seed of what an engine draws itself (initial value head, dropout)."""
     deterministic: bool = False
     """Deterministic kernels on accelerators (CPU is always deterministic)."""
 

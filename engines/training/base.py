@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from engines.checkpoint import ShardIndex
 from engines.checkpoint.shards import load_shards, write_shards
 from engines.config import EngineConfig, OptimizerConfig
+from engines.streams import stream_key
 from engines.training.batch import MicroBatch, PackedBatch, loss_totals, loss_weights, split_micro_batches
 from engines.training.errors import (
     AdapterNotSupported,
@@ -384,11 +385,23 @@ class BaseEngine(ABC):
         was_training = self.module.training
         self.module.train(not forward_only)
         try:
-            with torch.set_grad_enabled(not forward_only):
+            with torch.set_grad_enabled(not forward_only), self._dropout_stream(forward_only):
                 self.run_schedule(micro_batches, step, forward_only)
         finally:
             self.module.train(was_training)
         return step
+
+    @contextmanager
+    def _dropout_stream(self, forward_only: bool) -> Iterator[None]:
+        """Scope in which torch's generator, which dropout draws from, depends on seed, rank and step only."""
+        if forward_only:
+            yield
+            return
+        key = stream_key(self.config.seed, "dropout", self.get_data_parallel_rank(), self.scheduler_step)
+        devices = [] if self.device.type == "cpu" else [self.device]
+        with torch.random.fork_rng(devices, device_type=self.device.type if devices else None):
+            torch.manual_seed(key)
+            yield
 
     @property
     def _offloaded_by_config(self) -> list[str]:

@@ -54,26 +54,29 @@ class FSDP1Engine(ShardedDataParallelEngine):
 
     def _gathered(self, gradients: bool) -> Iterator[tuple[str, Tensor]]:
         """Gathers one unit at a time; what is yielded is a copy, so it outlives the gathering."""
-        for prefix, unit in self.module.named_modules():
-            if not isinstance(unit, FullyShardedDataParallel):
-                continue
-            path = f"{prefix}." if prefix else ""
+        units = {
+            _clean(f"{name}." if name else ""): unit
+            for name, unit in self.module.named_modules()
+            if isinstance(unit, FullyShardedDataParallel)
+        }
+        for path, unit in units.items():
+            below = tuple(other for other in units if other != path and other.startswith(path))
+            copies = []
             with FullyShardedDataParallel.summon_full_params(
                 unit, recurse=False, writeback=False, with_grads=gradients
             ):
-                copies = []
-                for name, parameter in unit.named_parameters():
-                    inner = name.removeprefix(_WRAPPER)
-                    if _WRAPPER in inner:  # of a unit further down
-                        continue
+                for inner, parameter in unit.named_parameters():
+                    name = path + _clean(inner)
                     tensor = parameter.grad if gradients else parameter.detach()
-                    if tensor is not None:
-                        copies.append(((path + inner).replace(_WRAPPER, ""), tensor.clone()))
+                    if tensor is not None and not name.startswith(below):
+                        copies.append((name, tensor.clone()))
             for name, tensor in copies:
                 yield from on_disk_views(name, tensor)
 
     def sharded_state(self) -> dict[str, Any]:
-        state = {f"model.{name}": tensor for name, tensor in get_model_state_dict(self.module).items()}
+        first = self._first_names()
+        tensors = get_model_state_dict(self.module)
+        state = {f"model.{name}": tensor for name, tensor in tensors.items() if first[name] == name}
         if self.optimizer is not None:
             slots = get_optimizer_state_dict(self.module, self.optimizer)["state"]
             for name, values in slots.items():
@@ -81,16 +84,24 @@ class FSDP1Engine(ShardedDataParallelEngine):
         return state
 
     def load_sharded_state(self, state: dict[str, Any]) -> None:
-        set_model_state_dict(
-            self.module,
-            {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")},
-        )
+        first = self._first_names()
+        set_model_state_dict(self.module, {name: state[f"model.{first[name]}"] for name in first})
         if self.optimizer is None:
             return
         current = get_optimizer_state_dict(self.module, self.optimizer)
         for name, values in current["state"].items():
             current["state"][name] = {slot: state[f"optimizer.{name}.{slot}"] for slot in values}
         set_optimizer_state_dict(self.module, self.optimizer, current)
+
+    def _first_names(self) -> dict[str, str]:
+        """Name of a parameter -> the first name of the same one: tied weights stand once in a state."""
+        named = self.module.named_parameters(remove_duplicate=False)
+        first: dict[int, str] = {}
+        return {_clean(name): first.setdefault(id(parameter), _clean(name)) for name, parameter in named}
+
+
+def _clean(name: str) -> str:
+    return name.replace(_WRAPPER, "")
 
 
 @EngineRegistry.register(model_type="language_model", backend="fsdp", device=DEVICES)
