@@ -175,7 +175,7 @@ def _axes(lines: Sequence[Line], bounds: tuple[float | None, float | None], size
     ]
     low = min(ys) if bounds[0] is None else bounds[0]
     high = max(ys) if bounds[1] is None else bounds[1]
-    ticks = nice_ticks(low, high)
+    ticks = nice_ticks(low, low + 1 if bounds[0] is not None and high <= low else high)
     first, last = min(xs), max(xs)
     return Axes((first, last if last > first else first + 1), (ticks[0], ticks[-1]), size, ticks)
 
