@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import shlex
+import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engines.config import ConfigError, nearest
+from engines.config import Config, ConfigError, nearest
+from workflow.campaign.schema import RunConfig
 
 GROUPS = ("model", "engine", "algorithm", "rollout", "data", "reward", "site")
 ROLES = ("actor", "critic", "reference")
@@ -88,11 +91,24 @@ def _check_choice(configs: Path, key: str, group: str, value: str) -> None:
 
 @cache
 def _value(word: str) -> Any:
-    """The typed value of ``key=value``, read as YAML."""
+    """The typed value of ``key=value``: text as it stands where the schema wants text, anything else read as YAML."""
     key, _, text = word.partition("=")
+    if _wants_text(key) and text != "null":
+        return text
     try:
         return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
-    except (OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(f"{key}={text!r}: not a value ({error})") from None
-    except Exception as error:  # the YAML reader's own errors share no base with OmegaConf's
-        raise ConfigError(f"{key}={text!r}: not a value in YAML ({type(error).__name__}); quote it") from None
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{key}={text!r}: not a value in YAML ({type(error).__name__})") from None
+
+
+def _wants_text(key: str) -> bool:
+    owner: Any = RunConfig
+    *parents, last = key.split(".")
+    for name in parents:
+        field = owner.model_fields.get(name)
+        candidates = [field.annotation, *typing.get_args(field.annotation)] if field else []
+        owner = next((c for c in candidates if isinstance(c, type) and issubclass(c, Config)), None)
+        if owner is None:
+            return False
+    field = owner.model_fields.get(last)
+    return field is not None and field.annotation in (str, str | None)

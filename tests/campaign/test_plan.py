@@ -1,0 +1,202 @@
+"""Slices, identities, the builder and the frozen plan."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.config import AdamWConfig
+from workflow.campaign.build import cut_steps
+from workflow.campaign.code import code_digest, snapshot, source_root
+from workflow.campaign.head import plan_campaign, read_options
+from workflow.campaign.plan import PlanError, read_plan, write_plan
+from workflow.campaign.slice import Slice, UndeclaredConfigRead
+from workflow.campaign.stages import STAGES
+
+ROOT = source_root()
+PROBLEM = {"question": "1 + 1", "answer": "2"}
+
+
+def plan_of(**options):
+    return plan_campaign(read_options({"campaign": "drill", **options}), ROOT)[0]
+
+
+def stages_of(plan, run):
+    ids = plan.runs[run].ids()
+    return {(plan.stages[id].stage, plan.stages[id].slug): plan.stages[id] for id in ids}
+
+
+def spec_of(plan, run, stage):
+    id = plan.runs[run].stages[stage]
+    return plan.stages[id if isinstance(id, str) else id[0]]
+
+
+def test_a_slice_gives_declared_sections_typed_and_refuses_all_others():
+    config = Slice("evaluate", spec_of(plan_of(), "grpo", "evaluate").config)
+    assert config.evaluate.problems == 32
+    assert config.rollout.max_new_tokens == 16
+    for read, key in [
+        (lambda: config.algorithm, "algorithm"),
+        (lambda: config.rollout.top_p, "rollout.top_p"),
+    ]:
+        with pytest.raises(UndeclaredConfigRead, match=f"stage evaluate read '{key}'"):
+            read()
+
+
+def test_a_run_does_not_read_what_it_does_not_use():
+    plan = plan_of()
+    assert isinstance(Slice("train", spec_of(plan, "ppo", "train").config).algorithm.optimizer, AdamWConfig)
+    with pytest.raises(UndeclaredConfigRead, match="'critic', which this run does not use"):
+        _ = Slice("train", spec_of(plan, "grpo", "train").config).critic
+
+
+def test_a_slice_survives_json_and_pickle():
+    config = Slice("train", spec_of(plan_of(), "ppo", "train").config)
+    assert Slice("train", json.loads(json.dumps(config.to_json()))) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_runs_share_the_stages_that_do_not_tell_them_apart():
+    plan = plan_of()
+    ppo, grpo = plan.runs["ppo"].stages, plan.runs["grpo"].stages
+    assert ppo["convert"] == grpo["convert"]
+    assert ppo["sft"] == grpo["sft"]
+    assert ppo["evaluate"][0] == grpo["evaluate"][0]
+    assert ppo["train"] != grpo["train"]
+
+
+def test_another_layout_is_another_result_and_the_same_learning():
+    one = spec_of(plan_of(), "grpo", "train")
+    two = spec_of(plan_of(set="actor.engine.layout.data_parallel_size=1"), "grpo", "train")
+    assert one.identity != two.identity
+    assert one.learning_identity == two.learning_identity
+
+
+@pytest.mark.parametrize(
+    "words", ["actor.engine.token_budget=999", "rollout.batch_size=3", "actor.engine=fsdp"]
+)
+def test_what_only_says_how_to_compute_is_not_learnt(words):
+    one, two = (spec_of(plan_of(set=text), "ppo", "train") for text in ("", words))
+    assert one.identity != two.identity
+    assert one.learning_identity == two.learning_identity
+
+
+@pytest.mark.parametrize(
+    "words", ["checkpoint.save_every=1", "checkpoint.retain=all", "tracking.tensorboard=false"]
+)
+def test_settings_that_cannot_change_a_result_are_no_part_of_it(words):
+    one, two = (spec_of(plan_of(set=text), "ppo", "train") for text in ("", words))
+    assert one.identity == two.identity
+
+
+@pytest.mark.parametrize(
+    "words", ["algorithm.lr=1e-6", "seed=1", "sft.steps=5", "data.seed=3", "rollout.temperature=0.9"]
+)
+def test_what_is_learnt_changes_both(words):
+    one, two = (spec_of(plan_of(set=text), "ppo", "train") for text in ("", words))
+    assert one.identity != two.identity
+    assert one.learning_identity != two.learning_identity
+
+
+def test_a_cut_is_no_part_of_a_result(tmp_path):
+    text = (ROOT / "configs/campaign/drill.yaml").read_text()
+    file = tmp_path / "drill.yaml"
+    file.write_text(text.replace("segments: 3", "segments: 2"))
+    two, three = plan_of(campaign=str(file)), plan_of()
+    assert spec_of(two, "ppo", "train").cuts == [3, 6]
+    assert spec_of(two, "ppo", "train").identity == spec_of(three, "ppo", "train").identity
+
+
+def test_a_file_counts_by_its_content_not_by_its_name(tmp_path):
+    def identity(name, rows):
+        file = tmp_path / name
+        file.write_text("".join(json.dumps({**PROBLEM, "question": f"{i} + 1"}) + "\n" for i in range(rows)))
+        words = f"data=files data.train_file={file} data.heldout_file={file} data.train_size=64 data.heldout_size=32"
+        return spec_of(plan_of(set=words), "ppo", "sft").identity
+
+    assert identity("a.jsonl", 3) == identity("b.jsonl", 3)
+    assert identity("a.jsonl", 3) != identity("a.jsonl", 4)
+
+
+def test_the_seed_is_no_part_of_a_conversion_that_draws_nothing():
+    one, two = (plan_of(campaign="demo-smollm2", seed=seed) for seed in (0, 1))
+    assert spec_of(one, "grpo", "convert").identity == spec_of(two, "grpo", "convert").identity
+    assert spec_of(one, "grpo", "sft").identity != spec_of(two, "grpo", "sft").identity
+
+
+def test_controls_are_added_and_continue_the_supervised_stage():
+    plan = plan_of(campaign="demo", controls=True)
+    sft = plan.stages[plan.runs["sft-continued"].stages["sft"]]
+    more = plan.stages[plan.runs["sft-continued"].stages["sft_continued"]]
+    assert more.inputs["model"].id == sft.id
+    assert more.steps == more.config["sft"]["steps"]
+    assert sft.id == plan.runs["grpo"].stages["sft"]
+    assert spec_of(plan, "grpo-shuffled", "train").config["reward"]["shuffled"]
+
+
+@given(steps=st.integers(1, 500), segments=st.integers(1, 50))
+def test_cuts_end_at_the_last_step_and_are_even(steps, segments):
+    cuts = cut_steps(steps, segments)
+    assert cuts[-1] == steps
+    assert len(cuts) == min(steps, segments)
+    lengths = [end - start for start, end in zip([0, *cuts[:-1]], cuts, strict=True)]
+    assert max(lengths) - min(lengths) <= 1
+
+
+def test_a_frozen_plan_is_read_back_and_refused_when_altered(tmp_path):
+    plan = plan_of()
+    path = write_plan(plan, tmp_path)
+    assert read_plan(path) == plan
+    assert write_plan(plan, tmp_path) == path
+    path.write_text(path.read_text().replace('"steps": 6', '"steps": 7'))
+    with pytest.raises(PlanError, match="altered since it was frozen"):
+        read_plan(path)
+    with pytest.raises(PlanError, match="no such plan"):
+        read_plan(tmp_path / "plan-0.json")
+
+
+def test_the_same_command_gives_the_same_plan():
+    assert plan_of().digest == plan_of().digest
+    assert plan_of().digest != plan_of(seed=1).digest
+
+
+def test_stages_are_found_by_id_and_by_folder():
+    plan = plan_of()
+    spec = spec_of(plan, "ppo", "train")
+    assert plan.find("train", spec.id) is plan.find("train", spec.name) is spec
+    with pytest.raises(PlanError, match="has no sft"):
+        plan.find("sft", spec.id)
+
+
+def test_every_input_of_a_stage_is_published_by_a_stage_of_the_plan():
+    plan = plan_of(campaign="demo", controls=True)
+    published = {spec.manifest(step) for spec in plan.stages.values() for step in spec.cuts or [None]}
+    wanted = {plan.input_manifest(ref) for spec in plan.stages.values() for ref in spec.inputs.values()}
+    assert wanted <= published
+    assert {spec.stage for spec in plan.stages.values()} == set(STAGES)
+
+
+def test_a_snapshot_has_the_digest_of_its_source_and_is_mended(tmp_path):
+    digest = code_digest(ROOT)
+    copy = snapshot(ROOT, digest, tmp_path)
+    assert code_digest(copy) == digest
+    (copy / "workflow" / "manifest.py").write_text("altered")
+    assert snapshot(ROOT, digest, tmp_path) == copy
+    assert code_digest(copy) == digest
+
+
+def test_planning_loads_no_framework():
+    code = (
+        "import sys; from workflow.campaign.head import plan_campaign, read_options; "
+        "from workflow.campaign.code import source_root; "
+        "plan_campaign(read_options({'campaign': 'demo'}), source_root()); import workflow.cli; "
+        "print([m for m in ('torch', 'transformers', 'ray', 'tensordict') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
