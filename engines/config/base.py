@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -58,10 +58,14 @@ def _explain(config_type: type[Config], problem: dict[str, Any], path: str) -> s
 def _owner(config_type: type[Config], location: list[str]) -> type[Config] | None:
     """The configuration class that the keys in ``location`` lead to, if it can be told."""
     owner: type[Config] | None = config_type
-    for name in location:
+    names = iter(location)
+    for name in names:
         if owner is None or name not in owner.model_fields:
             return None
-        owner = _config_class(owner.model_fields[name].annotation)
+        annotation = owner.model_fields[name].annotation
+        if get_origin(annotation) is dict:
+            next(names, None)  # the key of an entry
+        owner = _config_class(annotation)
     return owner
 
 

@@ -183,7 +183,7 @@ class _Builder:
         device = next(iter(run.devices[path] for path in engines), _ANYWHERE)
         largest = max(engines.values(), key=lambda engine: engine.layout.world_size, default=EngineConfig())
         layout = largest.layout if stage in (SFT, TRAIN) else EngineConfig().layout
-        threads = config.site.devices[device.computed].threads_per_rank if engines else 1
+        threads = config.site.devices[config.site.key_of(device)].threads_per_rank if engines else 1
         sources = {
             name: Identity(spec.identity, spec.learning_identity, step)
             for name, (spec, step) in inputs.items()

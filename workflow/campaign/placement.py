@@ -6,7 +6,7 @@ from functools import cache
 
 from engines.config import ConfigError, EngineConfig, nearest
 from engines.registry import DEVICE_ORDER, EngineRegistry, Triple
-from workflow.campaign.schema import SiteConfig
+from workflow.campaign.site import UNKNOWN, SiteConfig
 from workflow.manifest import Device
 
 BACKEND_ORDER = ("fsdp2", "fsdp", "megatron", "torchtitan", "veomni", "automodel")
@@ -32,14 +32,24 @@ def place(
     backend, device, why = _choose(engine, model_type, parameters, site, key)
     offered = site.devices[device]
     world = engine.layout.world_size
-    if world > offered.devices_per_node:
+    if site.scheduler == "none" and world > offered.devices_per_node:
         raise ConfigError(
             f"{key}.layout: {world} ranks, but site {site.name!r} has {offered.devices_per_node} {device} devices "
             f"(site.devices.{device}.devices_per_node)"
         )
-    return engine.model_copy(update={"backend": backend, "device": device}), Device(
-        asked=engine.device, computed=device, why=why
+    try:
+        offered.spread(world, f"site.devices.{device}")
+    except ConfigError as error:
+        raise ConfigError(f"{key}.layout: {error}") from None
+    computed = _computed(site, device)
+    return engine.model_copy(update={"backend": backend, "device": computed}), Device(
+        asked=device if offered.stand_in else engine.device, computed=computed, why=why
     )
+
+
+def _computed(site: SiteConfig, device: str) -> str:
+    """What jobs of a device key compute on."""
+    return "cpu" if site.devices[device].stand_in else device
 
 
 def _choose(
@@ -54,7 +64,8 @@ def _choose(
         if device not in site.devices:
             continue
         for backend in backends:
-            triple = next((t for t in triples if (t.backend, t.device) == (backend, device)), None)
+            computed = _computed(site, device)
+            triple = next((t for t in triples if (t.backend, t.device) == (backend, computed)), None)
             if triple is None:
                 continue
             if triple.state != "built":
@@ -89,16 +100,23 @@ def _why(engine: EngineConfig, backend: str, device: str, parameters: int, site:
         )
     else:
         reasons.append("device as asked")
+    if site.devices[device].stand_in:
+        reasons.append(f"{device} of site {site.name} is a stand-in, computed on cpu")
     if engine.backend == "auto":
         needed = parameters * (INFERENCE_BYTES if engine.forward_only else TRAINING_BYTES) / 2**30
         shards = engine.layout.shard_size or engine.layout.world_size
         offered = site.devices[device].memory_per_device_gb
-        fits = "fits" if needed / shards <= offered else "is more than"
         reasons.append(
             f"{backend}: {parameters / 1e6:.1f} M parameters, {needed / shards:.2f} GB per rank of states, "
-            f"which {fits} {offered:g} GB"
+            f"which {_compare(needed / shards, offered)}"
         )
     return "; ".join(reasons)
+
+
+def _compare(needed_gb: float, offered_gb: float | str) -> str:
+    if offered_gb == UNKNOWN:
+        return "a device of unknown memory holds or not"
+    return f"{'fits' if needed_gb <= offered_gb else 'is more than'} {offered_gb:g} GB"
 
 
 @cache

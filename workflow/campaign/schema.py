@@ -14,6 +14,7 @@ from engines.config import (
     EngineConfig,
     RolloutConfig,
 )
+from workflow.campaign.site import SiteConfig
 
 
 class TokenizerConfig(Config):
@@ -262,26 +263,6 @@ class RoleConfig(Config):
 
     engine: EngineConfig | None = None
     """The role's engine: the run's, with the role's own settings laid over it. Always set in a composed run."""
-
-
-class DeviceSite(Config):
-    """What a site offers for one device key."""
-
-    devices_per_node: int = Field(1, ge=1)
-    """Devices (cpu: ranks) of a node."""
-    memory_per_device_gb: float = Field(4.0, gt=0)
-    """Memory of each."""
-    threads_per_rank: int = Field(1, ge=1)
-    """CPU threads of each rank. They can change a bit of a result, so they are part of its numeric identity."""
-
-
-class SiteConfig(Config):
-    """The place where a campaign runs. Never part of an identity (but for the threads of a rank)."""
-
-    name: str
-    """Name of the site."""
-    devices: dict[Literal["cpu", "cuda", "npu"], DeviceSite]
-    """Per device key, what there is."""
 
 
 class RunConfig(Config):
