@@ -1,7 +1,8 @@
 """A private Ray on this machine: never joined by others, never joining another, gone with its driver.
 
 Everything Ray writes lies below one folder of mode 700 with a short path, because a Unix socket's path may not exceed
-107 bytes. The folder is locked while the driver lives, so the next start removes what a killed driver left.
+107 bytes. The folder is locked while the driver lives, so the next start removes what is left of dead ones (such as the
+logs that an error pointed to); a reaper ends the processes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pathlib import Path
 
 import ray
 from ray._raylet import AuthenticationTokenLoader, Config
+
+from engines.workers import reaper
 
 PREFIX = "baton-ray-"
 LONGEST_SOCKET_PATH = 107
@@ -44,18 +47,21 @@ class RayCluster:
                 "this process is connected to a Ray cluster already; worker groups start their own"
             )
         self.folder, self._lock = _private_folder()
-        self._environment = dict(os.environ)
         self._groups = 0
-        os.environ.update(
-            RAY_AUTH_MODE="token",
-            RAY_AUTH_TOKEN=secrets.token_hex(32),
-            RAY_USAGE_STATS_ENABLED="0",
+        self._keep_logs = False
+        settings = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_USAGE_STATS_ENABLED": "0",
             # Ranks choose their accelerator by LOCAL_RANK; Ray would hide all of them from actors that reserve none.
-            RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
-        )
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        }
+        self._environment = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
         _reread_authentication()
         (self.folder / "logs").mkdir()
+        self._reaper = reaper.start(self.folder)
         try:
             with _own_sigterm_handler():
                 ray.init(
@@ -69,7 +75,7 @@ class RayCluster:
                     _temp_dir=str(self.folder / "ray"),
                 )
         except BaseException:
-            self._close(keep_logs=False)
+            self._close()
             raise
 
     def log_file(self, group: int, rank: int) -> Path:
@@ -84,20 +90,23 @@ class RayCluster:
     def leave(self, keep_logs: bool) -> None:
         """Unregister a group; the last one stops Ray and removes the folder (but for logs that an error points to)."""
         self._groups -= 1
-        self._keep = getattr(self, "_keep", False) or keep_logs
+        self._keep_logs |= keep_logs
         if self._groups == 0:
-            self._close(self._keep)
+            self._close()
 
-    def _close(self, keep_logs: bool) -> None:
+    def _close(self) -> None:
         with _own_sigterm_handler():
             ray.shutdown()
+        reaper.stop(self._reaper)
         shutil.rmtree(self.folder / "ray", ignore_errors=True)
-        if not keep_logs:
+        if not self._keep_logs:
             shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
-        for name in set(os.environ) - set(self._environment):
-            del os.environ[name]
-        os.environ.update(self._environment)
+        for name, value in self._environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _reread_authentication() -> None:
@@ -119,8 +128,9 @@ def _private_folder() -> tuple[Path, int]:
         if longest <= LONGEST_SOCKET_PATH and os.access(parent, os.W_OK):
             _remove_leftovers(Path(parent))
             folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-            lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+            lock = os.open(folder / "new-lock", os.O_CREAT | os.O_RDWR, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
+            (folder / "new-lock").rename(folder / "lock")  # from here on others see it, and see it locked
             return folder, lock
     room = LONGEST_SOCKET_PATH - _SESSION_PART - len(PREFIX) - 9
     raise RayStartError(

@@ -1,0 +1,208 @@
+"""Worker groups on Ray: the same results as in one process, fast reports of failures, and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from engines.checkpoint import StateStore
+from engines.training.batch import PackedBatch
+from engines.workers.group import WorkerError, build_groups
+from engines.workers.ray_cluster import PREFIX, RayStartError, _private_folder
+from engines.workers.ray_group import RayGroup
+from tests.support.models import save_tiny_model
+from tests.workers import scenario
+from workflow.rl.batches import border
+from workflow.rl.losses import PolicyLoss
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def groups(model):
+    """Actor and critic on two fsdp2 ranks, and beside them, on the same Ray, one rank of another backend."""
+    os.environ["RAY_ADDRESS"] = "192.0.2.1:6379"  # must be ignored: nobody is there
+    third = scenario.specs(model, ranks=1, backend="fsdp")[0]
+    third = type(third)(**{**vars(third), "name": "other"})
+    before = set(children())
+    built = build_groups([*scenario.specs(model, ranks=2), third])
+    yield built
+    started = set(children()) - before
+    assert len(started) > 3
+    for group in (built["actor"], built["other"]):
+        group.shutdown()
+        group.shutdown()
+    assert wait_until_gone(started) == set()
+    del os.environ["RAY_ADDRESS"]
+
+
+def test_two_ranks_learn_what_one_rank_learns(groups, model, tmp_path):
+    group = groups["actor"]
+    assert isinstance(group, RayGroup)
+    assert groups["critic"] is group
+    assert groups["other"] is not group
+    scenario.add_rollout(group, model)
+    with build_groups(scenario.specs(model))["actor"] as alone:
+        scenario.add_rollout(alone, model)
+        expected = scenario.iterate(alone)
+        got = scenario.iterate(group)
+        for ours, theirs in zip(got, expected, strict=True):
+            assert torch.equal(ours["batch"].tokens["input_ids"], theirs["batch"].tokens["input_ids"])
+            for name, values in theirs["outputs"].items():
+                assert torch.allclose(ours["outputs"][name], values, atol=2e-5), name
+            for role in ("actor", "critic"):
+                compare_metrics(ours[role], theirs[role])
+        check_state_moves_to_one_rank(group, alone, tmp_path)
+
+
+def compare_metrics(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name in ours.keys() - {"tokens_per_second"}:
+        (total, count), (expected, expected_count) = ours[name], theirs[name]
+        assert total / count == pytest.approx(expected / expected_count, rel=1e-4, abs=1e-5), name
+
+
+def check_state_moves_to_one_rank(group, alone, folder):
+    """What two ranks save, one rank loads, and both go on alike."""
+    store = StateStore(folder)
+    begun = store.begin(2)
+    state = store.commit(2, {}, {role: group.save(role, begun / role) for role in ("actor", "critic")})
+    for role in ("actor", "critic"):
+        alone.load(role, state)
+    for ours, theirs in zip(scenario.iterate(group, steps=1), scenario.iterate(alone, steps=1), strict=True):
+        for role in ("actor", "critic"):
+            compare_metrics(ours[role], theirs[role])
+
+
+def test_fewer_sequences_than_ranks(groups):
+    batch = small_batch(sequences=1)
+    metrics = groups["actor"].update("actor", batch, PolicyLoss(0.2, 0.2), mini_batch_size=1)
+    assert metrics["ratio"][1] == 2
+    outputs = PackedBatch.from_tensordict(groups["actor"].infer("actor", batch)).tokens["log_probs"]
+    assert outputs.shape == (3,)
+
+
+def test_an_error_on_a_rank_is_told_with_its_traceback(groups):
+    loss = scenario.FailingLoss(trigger=5)
+    with pytest.raises(
+        WorkerError, match=r"(?s)update: rank 0 of 1 \(other\) raised.*scenario.py.*a loss that fails"
+    ):
+        groups["other"].update("other", small_batch(), loss, mini_batch_size=2)
+    with pytest.raises(WorkerError, match="shut down since: update"):
+        groups["other"].infer("other", small_batch())
+
+
+def test_a_death_ends_the_call_at_once_and_names_the_dead_rank(groups):
+    loss = scenario.FailingLoss(trigger=6, kill=True)
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match=r"update: rank [01] of 2 \(actor, critic\) died") as caught:
+        groups["actor"].update("actor", small_batch(), loss, mini_batch_size=2)
+    assert time.monotonic() - started < 30
+    log = Path(str(caught.value).split("its log is ")[1].split(",")[0])
+    assert log.is_file()
+
+
+def small_batch(sequences=2):
+    ids = [torch.tensor([3, 4, 5]), torch.tensor([3, 4, 6])][:sequences]
+    fields = {"loss_mask": [0.0, 1.0, 1.0], "old_log_probs": [0.0, -1.0, -1.0], "advantages": [0.0, 1.0, 1.0]}
+    tokens = {name: [torch.tensor(values)] * sequences for name, values in fields.items()}
+    return border(PackedBatch.from_sequences({"input_ids": ids, **tokens}), "old_log_probs", "advantages")
+
+
+DRIVER = """
+import sys, time
+from pathlib import Path
+from tests.workers import scenario
+from engines.workers.group import build_groups
+
+group = build_groups(scenario.specs(Path(sys.argv[1]), ranks=2))["actor"]
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_survives_a_killed_driver(model, signum):
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(model)], stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
+    )
+    try:
+        assert driver.stdout.readline() == "ready\n"
+        started = set(children(driver.pid))
+        assert len(started) > 4
+        driver.send_signal(signum)
+        driver.wait(60)
+    finally:
+        driver.kill()
+    assert wait_until_gone(started) == set()
+
+
+def test_leftovers_of_dead_drivers_go_and_live_ones_stay(tmp_path, monkeypatch):
+    short = Path("/tmp/bt")
+    short.mkdir(exist_ok=True)
+    monkeypatch.setattr("tempfile.tempdir", str(short))
+    dead, lock = _private_folder()
+    os.close(lock)
+    live, lock = _private_folder()
+    again, other = _private_folder()
+    assert not dead.exists()
+    assert live.exists()
+    assert live.stat().st_mode & 0o777 == 0o700
+    os.close(lock), os.close(other)
+    for folder in short.glob(f"{PREFIX}*"):
+        (folder / "lock").unlink()
+        folder.rmdir()
+    assert not again.exists()
+    short.rmdir()
+
+
+def test_a_temporary_folder_with_a_long_path_is_passed_over_or_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("long" * 20)))
+    folder, lock = _private_folder()
+    assert folder.parent == Path("/tmp")
+    os.close(lock)
+    (folder / "lock").unlink()
+    folder.rmdir()
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(RayStartError, match="TMPDIR"):
+        _private_folder()
+
+
+def children(root=None):
+    """Process ids of all descendants, with their start times, so that a reused id is not mistaken for one."""
+    parents, found = {}, []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(") ")[2].split()
+        except OSError:
+            continue
+        parents[int(stat.parent.name)] = (int(fields[1]), fields[19])
+    wanted = {root or os.getpid()}
+    while new := {pid for pid, (parent, _) in parents.items() if parent in wanted} - wanted:
+        wanted |= new
+        found += [(pid, parents[pid][1]) for pid in new]
+    return found
+
+
+def wait_until_gone(processes, timeout=30):
+    """Those of ``processes`` that still run after ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while (alive := {p for p in processes if is_running(*p)}) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return alive
+
+
+def is_running(pid, start_time):
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except OSError:
+        return False
+    return fields[19] == start_time and fields[0] != "Z"
