@@ -66,11 +66,14 @@ def test_text_is_taken_as_it_stands():
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_choice_of_every_group_is_valid(group):
-    needs = {"local": ["model.path=a"], "files": ["data.train_file=a.jsonl", "data.heldout_file=b.jsonl"]}
-    known = choices(CONFIGS, group)
-    assert known
-    for choice in known:
-        compose(f"{group}={choice}", *needs.get(choice, []))
+    needs = {
+        "model=local": ["model.path=a"],
+        "data=files": ["data.train_file=a.jsonl", "data.heldout_file=b.jsonl"],
+    }
+    words = [f"{group}={choice}" for choice in choices(CONFIGS, group)]
+    assert words
+    for word in words:
+        compose(word, *needs.get(word, []))
 
 
 @pytest.mark.parametrize("file", sorted((CONFIGS / "campaign").glob("*.yaml")), ids=lambda file: file.stem)

@@ -154,7 +154,7 @@ def test_a_frozen_plan_is_read_back_and_refused_when_altered(tmp_path):
     path = write_plan(plan, tmp_path)
     assert read_plan(path) == plan
     assert write_plan(plan, tmp_path) == path
-    path.write_text(path.read_text().replace('"steps": 6', '"steps": 7'))
+    path.write_text(path.read_text().replace('"steps":6', '"steps":7'))
     with pytest.raises(PlanError, match="altered since it was frozen"):
         read_plan(path)
     with pytest.raises(PlanError, match="no such plan"):

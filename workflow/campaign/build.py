@@ -14,11 +14,11 @@ from workflow.campaign.compose import RunOverrides, compose_run, load_campaign, 
 from workflow.campaign.forecast import count_parameters, states_bytes, weights_bytes
 from workflow.campaign.identity import Identity, identify
 from workflow.campaign.overrides import override_keys, read_overrides
+from workflow.campaign.paths import cut, replaced
 from workflow.campaign.placement import place
 from workflow.campaign.plan import InputRef, Plan, RunPlan, StageSpec
 from workflow.campaign.relevance import check_relevant
 from workflow.campaign.schema import CampaignOptions, RunConfig
-from workflow.campaign.slice import cut
 from workflow.campaign.stages import CONVERT, EVALUATE, EXPORT, SFT, TRAIN, Stage
 from workflow.manifest import Device
 
@@ -124,7 +124,7 @@ class _Builder:
         before = self._add(EVALUATE, run, f"{slug}-sft", {"model": (sft, None)})
         stages: dict[str, str | list[str]] = {CONVERT.name: convert.id, SFT.name: sft.id}
         if config.algorithm.name == "sft":
-            self._plain = {**self._plain, "sft": {**self._plain["sft"], "steps": config.algorithm.steps}}
+            self._plain = replaced(self._plain, "sft.steps", config.algorithm.steps)
             more = self._add(
                 SFT, run, f"{slug}-more", {"model": (sft, None)}, steps=config.algorithm.steps, bytes=weights
             )

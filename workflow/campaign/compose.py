@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,6 +13,7 @@ from omegaconf import OmegaConf
 
 from engines.config import ConfigError, nearest, parse
 from workflow.campaign.overrides import ROLES, Overrides, split_words
+from workflow.campaign.paths import ABSENT, lookup, replaced
 from workflow.campaign.schema import CampaignConfig, CampaignOptions, RunConfig
 
 
@@ -71,21 +71,22 @@ def compose_run(overrides: Overrides, configs: Path) -> RunConfig:
     Raises:
         ConfigError: a key that does not exist or a value out of range, with the nearest spelling.
     """
-    base = _compose(overrides.groups, configs)
-    values = copy.deepcopy(base)
+    values = _compose(overrides.groups, configs)
     laid: dict[str, dict[str, Any]] = {role: {} for role in ROLES}
     for role, choice in overrides.role_engines:
-        laid[role] = copy.deepcopy(_compose((("engine", choice),), configs)["engine"])
+        laid[role] = _compose((("engine", choice),), configs)["engine"]
     for key, value in overrides.values:
         role, _, rest = key.partition(".engine.")
-        if role in ROLES and rest:
-            _put(laid[role], rest, value, key)
-        else:
-            _put(values, key, value, key)
+        try:
+            if role in ROLES and rest:
+                laid[role] = replaced(laid[role], rest, value)
+            else:
+                values = replaced(values, key, value)
+        except KeyError as error:
+            raise ConfigError(f"{key}: {error.args[0]} has no keys below it") from None
     for role in ROLES:
-        own = values.setdefault(role, {}) if isinstance(values.get(role, {}), dict) else {}
-        if "engine" not in own:
-            own["engine"] = _merge(values["engine"], laid[role])
+        if lookup(values, f"{role}.engine") is ABSENT and isinstance(values.get(role, {}), dict):
+            values = replaced(values, f"{role}.engine", _merge(values["engine"], laid[role]))
     return parse(RunConfig, values)
 
 
@@ -94,15 +95,6 @@ def _compose(groups: tuple[tuple[str, str], ...], configs: Path) -> dict[str, An
     with initialize_config_dir(config_dir=str(configs.resolve()), version_base=None):
         composed = compose("run", overrides=[f"{group}={choice}" for group, choice in groups])
     return OmegaConf.to_container(composed, resolve=True)
-
-
-def _put(values: dict[str, Any], path: str, value: Any, key: str) -> None:
-    *parents, last = path.split(".")
-    for name in parents:
-        values = values.setdefault(name, {})
-        if not isinstance(values, dict):
-            raise ConfigError(f"{key}: {name} has no keys below it, its value is {values!r}")
-    values[last] = value
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -14,6 +13,7 @@ from typing import Any
 
 from engines.checkpoint.verify import sha256
 from engines.config import ConfigError
+from workflow.campaign.paths import ABSENT, lookup, replaced
 from workflow.campaign.stages import Stage
 from workflow.manifest import canonical_json
 
@@ -71,14 +71,11 @@ def by_content(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: what a key names is not there.
     """
-    result = copy.deepcopy(dict(values))
+    result = dict(values)
     for path, digest in _CONTENT_PATHS.items():
-        *parents, last = path.split(".")
-        section: Any = result
-        for name in parents:
-            section = section.get(name, {})
-        if section.get(last) is not None:
-            section[last] = digest(path, section[last])
+        value = lookup(result, path)
+        if value is not ABSENT and value is not None:
+            result = replaced(result, path, digest(path, value))
     return result
 
 
@@ -154,16 +151,12 @@ _CONTENT_PATHS = {
 
 
 def _without_execution(values: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
-    result = copy.deepcopy(dict(values))
-    for path in (*stage.roles, *EXECUTION_PATHS):
-        *parents, last = path.split(".")
-        section: Any = result
-        for name in parents:
-            section = section.get(name, {})
-        if last not in section:
-            continue
-        if path in stage.roles:
-            section[last] = {k: v for k, v in section[last].items() if k in LEARNING_ENGINE_KEYS}
-        else:
-            del section[last]
+    result = dict(values)
+    for path in stage.roles:
+        engine = lookup(result, path)
+        if engine is not ABSENT:
+            result = replaced(result, path, {k: v for k, v in engine.items() if k in LEARNING_ENGINE_KEYS})
+    for path in EXECUTION_PATHS:
+        if lookup(result, path) is not ABSENT:
+            result = replaced(result, path, None)
     return result

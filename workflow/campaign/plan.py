@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from engines.config import Config, ConfigError, LayoutConfig, parse
-from workflow.manifest import MANIFEST, Device, canonical_json, write_json
+from workflow.manifest import MANIFEST, Device, write_text
 
 
 class PlanError(RuntimeError):
@@ -134,9 +134,14 @@ class Plan(Config):
     runs: dict[str, RunPlan]
 
     @cached_property
+    def text(self) -> str:
+        """The plan as its file holds it; equal plans have equal texts."""
+        return self.model_dump_json()
+
+    @cached_property
     def digest(self) -> str:
-        """First 16 hex digits of the digest of the whole plan; part of its file's name."""
-        return hashlib.sha256(canonical_json(self.model_dump(mode="json")).encode()).hexdigest()[:16]
+        """First 16 hex digits of the digest of ``text``; part of the file's name."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
     @cached_property
     def _by_name(self) -> dict[tuple[str, str], StageSpec]:
@@ -171,7 +176,7 @@ def write_plan(plan: Plan, folder: Path) -> Path:
     """Freeze ``plan`` in ``folder`` (by one rename; an equal one that is there stays). Returns its path."""
     path = folder / f"plan-{plan.digest}.json"
     if not path.exists():
-        write_json(path, plan.model_dump(mode="json"))
+        write_text(path, plan.text)
     return path
 
 
@@ -182,11 +187,13 @@ def read_plan(path: Path) -> Plan:
         PlanError: missing, not a plan, or altered.
     """
     try:
-        plan = parse(Plan, json.loads(path.read_text(encoding="utf-8")))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise PlanError(f"{path}: no such plan") from None
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    if path.name != f"plan-{digest}.json":
+        raise PlanError(f"{path}: altered since it was frozen (its digest is now {digest})")
+    try:
+        return parse(Plan, json.loads(text))
     except (ValueError, ConfigError) as error:
-        raise PlanError(f"{path}: not a plan: {error}") from None
-    if path.name != f"plan-{plan.digest}.json":
-        raise PlanError(f"{path}: altered since it was frozen (its digest is now {plan.digest})")
-    return plan
+        raise PlanError(f"{path}: not a plan of this version: {error}") from None

@@ -64,19 +64,6 @@ def declared_paths(stage: Stage) -> tuple[str, ...]:
     return (*stage.reads, *stage.settings)
 
 
-def cut(values: dict[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:
-    """The parts of a whole run's plain ``values`` at dotted ``paths``, in nested form."""
-    result: dict[str, Any] = {}
-    for path in paths:
-        *parents, last = path.split(".")
-        source, target = values, result
-        for name in parents:
-            source = source[name]
-            target = target.setdefault(name, {})
-        target[last] = source[last]
-    return result
-
-
 @cache
 def _adapter(path: str) -> TypeAdapter:
     """What validates the value at a dotted path of a run."""

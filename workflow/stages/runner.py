@@ -19,8 +19,9 @@ from engines.model_folder import ModelFolderError
 from workflow.campaign.code import code_digest, source_root
 from workflow.campaign.identity import Identity, by_content, identify
 from workflow.campaign.lock import FolderLock
+from workflow.campaign.paths import cut
 from workflow.campaign.plan import InputRef, Plan, PlanError, StageSpec, read_plan
-from workflow.campaign.slice import Slice, cut
+from workflow.campaign.slice import Slice
 from workflow.campaign.stages import STAGES
 from workflow.data.errors import DataError
 from workflow.manifest import (
@@ -205,7 +206,7 @@ def _check_plan(plan: Plan, spec: StageSpec, step: int | None) -> None:
         raise PlanError(f"planned for version {spec.version} of stage {spec.stage}, this is {stage.version}")
     if (step in spec.cuts) != bool(spec.cuts):
         raise PlanError(f"--step {step}: the plan cuts {spec.name} at {spec.cuts or 'no step'}")
-    values = cut(spec.config, tuple(path for path in stage.reads if _has(spec.config, path)))
+    values = cut(spec.config, stage.reads)
     inputs = {
         name: Identity(source.identity, source.learning_identity, ref.step)
         for name, ref in spec.inputs.items()
@@ -215,14 +216,6 @@ def _check_plan(plan: Plan, spec: StageSpec, step: int | None) -> None:
         raise PlanError(
             f"{spec.name} is not what was planned: a file it reads has changed since; start the workflow again"
         )
-
-
-def _has(values: Any, path: str) -> bool:
-    for name in path.split("."):
-        if not isinstance(values, dict) or name not in values:
-            return False
-        values = values[name]
-    return True
 
 
 def _published(spec: StageSpec, output: Path) -> Manifest | None:
@@ -291,7 +284,6 @@ def _read_input(plan: Plan, name: str, ref: InputRef, path: Path) -> Manifest:
 
 def _publish(plan: Plan, context: StageContext, result: StageResult) -> None:
     spec, stage = context.spec, STAGES[context.spec.stage]
-    reads = tuple(path for path in stage.reads if _has(spec.config, path))
     spent = context.attempts.device_seconds(spec.world_size)
     manifest = Manifest(
         stage=spec.stage,
@@ -301,7 +293,7 @@ def _publish(plan: Plan, context: StageContext, result: StageResult) -> None:
         learning_identity=spec.learning_identity,
         slug=spec.slug,
         step=context.step,
-        config=by_content(cut(spec.config, reads)),
+        config=by_content(cut(spec.config, stage.reads)),
         inputs={name: _input_record(context, name, ref) for name, ref in spec.inputs.items()},
         files=describe_files(context.output, result.files),
         steps_planned=result.steps_planned,
