@@ -103,9 +103,15 @@ def _manifest(plan: Plan, spec: StageSpec, step: int | None, minute: int) -> Man
         git_commit="0123456789abcdef0123456789abcdef01234567",
         attempts=[Attempt(number=1, first_step=1, last_step=step, end="published", seconds=seconds)],
         device_seconds=DeviceSeconds(used=seconds * spec.world_size),
-        metrics=_evaluation(plan, spec) if spec.stage == "evaluate" else {},
+        metrics=_stage_metrics(plan, spec),
         created=f"2026-11-02T10:{minute:02d}:00+00:00",
     )
+
+
+def _stage_metrics(plan: Plan, spec: StageSpec) -> dict[str, object]:
+    if spec.stage == "convert":
+        return {"source": {"kind": "architecture", "model_type": "qwen3", "license": "Apache-2.0"}}
+    return _evaluation(plan, spec) if spec.stage == "evaluate" else {}
 
 
 def _evaluation(plan: Plan, spec: StageSpec) -> dict[str, object]:

@@ -100,6 +100,8 @@ def _row(prefix: str, name: str, field: FieldInfo) -> str:
 
 def _type_text(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type_text(arguments[0])
     if origin is typing.Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin in (types.UnionType, typing.Union):
