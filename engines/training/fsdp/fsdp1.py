@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -31,16 +32,22 @@ class FSDP1Engine(ShardedDataParallelEngine):
 
     def shard(self, model: TokenModel) -> nn.Module:
         half = self.config.dtype == "bfloat16"
-        replicated = self.mesh.ndim == 2
-        return FullyShardedDataParallel(
-            model,
-            auto_wrap_policy=ModuleWrapPolicy({type(layer) for layer in model.layers}),
-            sharding_strategy=ShardingStrategy.HYBRID_SHARD if replicated else ShardingStrategy.FULL_SHARD,
-            mixed_precision=MixedPrecision(torch.bfloat16, torch.float32) if half else None,
-            device_id=self.device,
-            device_mesh=self.mesh,
-            use_orig_params=True,
-        )
+        if self.mesh["shard"].size() == 1:  # asked to shard over one rank, FSDP1 would forget the replicas
+            layout = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+        elif self.mesh.ndim == 2:
+            layout = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": self.mesh}
+        else:
+            layout = {"sharding_strategy": ShardingStrategy.FULL_SHARD, "device_mesh": self.mesh}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*NO_SHARD.*")  # advises against FSDP for one rank
+            return FullyShardedDataParallel(
+                model,
+                auto_wrap_policy=ModuleWrapPolicy({type(layer) for layer in model.layers}),
+                mixed_precision=MixedPrecision(torch.bfloat16, torch.float32) if half else None,
+                device_id=self.device,
+                use_orig_params=True,
+                **layout,
+            )
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return self.module.no_sync()
