@@ -17,6 +17,7 @@ from workflow.campaign.lock import FolderLock, LockHeld
 from workflow.campaign.plan import Plan, PlanError, read_plan, write_plan
 from workflow.campaign.preflight import DiskFull, check_data, check_disk, check_sizes
 from workflow.campaign.schema import CampaignOptions
+from workflow.campaign.site import LOCAL, detect_site
 from workflow.data import DataError, PromptError
 
 REFUSALS = (ConfigError, DataError, DiskFull, LockHeld, ModelFolderError, PlanError, PromptError)
@@ -113,6 +114,8 @@ def plan_campaign(options: CampaignOptions, root: Path) -> tuple[Plan, list[Plan
     Raises:
         ConfigError: with the run, the key, the value and what would be right.
     """
+    if options.site is None and (site := detect_site(root / "configs")) != LOCAL:
+        options = options.model_copy(update={"site": site})
     plan, runs = make_plan(options, root)
     for run in runs:
         try:

@@ -342,6 +342,6 @@ class CampaignOptions(Config):
     set: str = ""
     """Overrides of all runs, separated by blanks."""
     site: str | None = None
-    """A file in configs/site."""
+    """A file in configs/site; found by the cluster's name when not set, local without SLURM."""
     plan: str | None = None
     """A frozen plan to carry out as it is; nothing is composed."""

@@ -23,6 +23,8 @@ from workflow.manifest import Device
 
 UNKNOWN = "unknown"
 """What the cluster's public documentation does not say. A job that needs the value is refused; ``baton doctor`` asks for it."""
+LOCAL = "local"
+"""The site of a host without SLURM."""
 DeviceKey = Literal["cpu", "cuda", "npu"]
 WALLTIME = r"^((\d+-)?\d{1,4}:[0-5]\d:[0-5]\d|unknown)$"
 
@@ -275,7 +277,7 @@ def detect_site(configs: Path) -> str:
     """
     cluster = cluster_name()
     if cluster is None:
-        return "local"
+        return LOCAL
     found = [name for name in site_names(configs) if cluster in load_site(name, configs).cluster_names]
     if len(found) != 1:
         problem = f"sites {' and '.join(found)} both name" if found else "no site file names"

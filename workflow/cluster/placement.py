@@ -202,8 +202,7 @@ def _known(offered: DeviceSite, key: str, name: str):
     value = getattr(offered, name)
     if value == UNKNOWN:
         raise ConfigError(
-            f"{key}.{name} is unknown: the cluster's documentation does not say it; "
-            f"`baton doctor` shows what the cluster itself says, then set it in the site file"
+            f"{key}.{name} is unknown; `baton doctor` shows what the cluster says, then set it in the site file"
         )
     return value
 

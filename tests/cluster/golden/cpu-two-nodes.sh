@@ -1,0 +1,18 @@
+#!/bin/bash
+#SBATCH --job-name=baton:train:0123456789abcdef-step000020
+#SBATCH --comment=baton:train:0123456789abcdef-step000020
+#SBATCH --partition=batch
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --cpus-per-task=4
+#SBATCH --time=02:00:00
+#SBATCH --signal=B:USR2@60
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=results/.slurm/%j.log
+
+refuse() { echo "the environment cannot be entered: $1" >&2; exit 64; }
+cd /shared/baton || refuse folder
+source "/shared/venv"/bin/activate || refuse venv
+export OMP_NUM_THREADS=1
+exec python -m workflow.stages train --plan results/demo/plan-0123.json --id 0123456789abcdef --step 20

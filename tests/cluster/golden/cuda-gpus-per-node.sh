@@ -1,0 +1,23 @@
+#!/bin/bash
+#SBATCH --job-name=baton:train:0123456789abcdef-step000020
+#SBATCH --comment=baton:train:0123456789abcdef-step000020
+#SBATCH --partition=gpu
+#SBATCH --account=proj42
+#SBATCH --qos=regular
+#SBATCH --constraint='gpu&hbm80g'
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=16
+#SBATCH --mem=491520M
+#SBATCH --gpus-per-node=4
+#SBATCH --time=1-00:00:00
+#SBATCH --signal=B:USR2@60
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=results/.slurm/%j.log
+
+refuse() { echo "the environment cannot be entered: $1" >&2; exit 64; }
+cd /shared/baton || refuse folder
+source "$WORK/venv"/bin/activate || refuse venv
+export OMP_NUM_THREADS=1
+exec python3 -m workflow.stages train --plan results/demo/plan-0123.json --id 0123456789abcdef --step 20

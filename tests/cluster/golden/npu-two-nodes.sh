@@ -1,0 +1,22 @@
+#!/bin/bash
+#SBATCH --job-name=baton:train:0123456789abcdef-step000020
+#SBATCH --comment=baton:train:0123456789abcdef-step000020
+#SBATCH --partition=npu
+#SBATCH --account=proj42
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --cpus-per-task=24
+#SBATCH --mem=491520M
+#SBATCH --gres=npu:8
+#SBATCH --time=1-00:00:00
+#SBATCH --signal=B:USR2@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=results/.slurm/%j.log
+
+refuse() { echo "the environment cannot be entered: $1" >&2; exit 64; }
+cd /shared/baton || refuse folder
+source /usr/local/Ascend/ascend-toolkit/set_env.sh
+source "/shared/venv"/bin/activate || refuse venv
+export OMP_NUM_THREADS=1
+exec python -m workflow.stages train --plan results/demo/plan-0123.json --id 0123456789abcdef --step 20
