@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tests.conformance.data import LENGTHS, Sequence, make_sequences
-from tests.conformance.losses import LikelihoodLoss
 from tests.conformance.subject import (
     ADAMW,
     Subject,
@@ -191,23 +190,16 @@ def check_value_head(subject: Subject) -> None:
         heads[seed] = drawn[0][0]
     require(not torch.equal(heads[0], heads[1]), "the value head does not depend on the seed")
     if subject.layout != "world 1":
-        alone = subject.in_layout("world 1").run(_value_head, 0)[0][0]
+        alone = subject.but(layout="world 1").run(_value_head, 0)[0][0]
         require(torch.equal(alone, heads[0]), "the value head depends on the layout")
 
 
 def _value_head(subject: Subject, seed: int) -> tuple[Tensor, Tensor]:
-    from tests.conformance.subject import _model_folder
-
-    engine = subject.engine(_model_folder("qwen3", False, ()), seed=seed)
+    engine = subject.engine(subject.but(model_type="language_model").model(), seed=seed)
     before = dict(exported(engine))["score.weight"]
     with engine.train_mode():
         engine.train_batch(share(engine, batches(1)[0]), subject.loss)
     return before, dict(exported(engine))["score.weight"]
-
-
-def check_gradient_of_likelihood(subject: Subject, family: str) -> None:
-    """Plain fine-tuning, without entropy, on any family."""
-    check_training(subject, family, LikelihoodLoss() if subject.model_type == "language_model" else None)
 
 
 def check_schedule(subject: Subject, name: str) -> None:

@@ -17,9 +17,9 @@ from tests.conformance.data import Sequence
 from tests.conformance.subject import (
     ADAMW,
     Subject,
-    _local,
     exported,
     load,
+    local,
     merged,
     require,
     require_close,
@@ -50,14 +50,13 @@ def _export(subject: Subject, model: Path) -> list[tuple[str, Tensor]]:
     return exported(subject.engine(model))
 
 
-def check_resume(subject: Subject, target_layout: str | None = None, **overrides: Any) -> None:
+def check_resume(subject: Subject, target: Subject | None = None, **model: Any) -> None:
     """Save, load in a fresh process whose every field was perturbed, go on: as if nothing had been in between.
 
-    In the same layout bit for bit; in another to rounding.
+    In the same layout bit for bit; in another (``target``) to rounding.
     """
-    target = subject.in_layout(target_layout or subject.layout)
-    same = target.layout == subject.layout
-    model, steps = subject.model(**overrides), batches(5)
+    same, target = target is None, target or subject
+    model, steps = subject.model(**model), batches(5)
     with tempfile.TemporaryDirectory() as folder:
         first, second = Path(folder) / "first", Path(folder) / "second"
         went_on = subject.run(_train_save_train, model, steps, first)
@@ -99,7 +98,7 @@ def _perturb_load_train(
     state = engine.sharded_state()
     with torch.no_grad():
         for tensor in state.values():
-            _local(tensor).add_(1)
+            local(tensor).add_(1)
     engine.load_sharded_state(state)
     engine.load_scalar_state({name: value + 3 for name, value in engine.scalar_state().items()})
     load(engine, folder)

@@ -26,7 +26,7 @@ def make_sequences(seed: int, vocab_size: int, lengths: tuple[int, ...] = LENGTH
             {
                 "input_ids": torch.randint(0, vocab_size, (length,), generator=generator),
                 "loss_mask": mask if number != 3 else torch.zeros(length),
-                "advantages": normal(length),
+                "advantages": 1 + 0.5 * normal(length),  # a loss that is not a small difference of large sums
                 "old_log_probs": -4.5 + 0.2 * normal(length),
                 "returns": normal(length),
                 "poison": torch.zeros(length),

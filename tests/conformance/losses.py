@@ -30,16 +30,6 @@ class PolicyLoss:
 
 
 @dataclass(frozen=True)
-class LikelihoodLoss:
-    """Negative log-likelihood."""
-
-    needs_entropy: bool = False
-
-    def __call__(self, outputs: Any, batch: Any) -> tuple[Tensor, Metrics]:
-        return -outputs.log_probs, {}
-
-
-@dataclass(frozen=True)
 class ValueLoss:
     """Squared error of values."""
 

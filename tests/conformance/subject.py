@@ -95,15 +95,16 @@ class Subject:
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
         """``function(self, *args)`` on every rank of the layout, in fresh processes; the results by rank."""
+        self.engine_class  # noqa: B018 - its module is imported once, here, and not on every rank
         return run_ranks(LAYOUTS[self.layout].world_size, function, self, *args, timeout=timeout)
 
     def reference(self, model: Path, temperature: float = 1.0) -> Reference:
         """The plain model to compare with."""
         return Reference(model, self.model_type, temperature)
 
-    def in_layout(self, layout: str) -> Subject:
-        """The same engine in another layout."""
-        return replace(self, layout=layout)
+    def but(self, **changes: Any) -> Subject:
+        """Another subject that differs in ``changes``."""
+        return replace(self, **changes)
 
 
 _FOLDERS = tempfile.TemporaryDirectory()
@@ -148,7 +149,7 @@ def first_gradient(engine: BaseEngine, batch: PackedBatch, loss: Any, **how: Any
         for name, tensor in state.items():
             if name.startswith("model."):
                 moment = state[f"optimizer.{name.removeprefix('model.')}.exp_avg"]
-                _local(tensor).copy_(_local(moment))
+                local(tensor).copy_(local(moment))
         engine.load_sharded_state(state)
     scale = 1 / (1 - engine.optimizer_config.betas[0])
     return {name: tensor * scale for name, tensor in exported(engine)}
@@ -172,7 +173,8 @@ def load(engine: BaseEngine, folder: Path) -> None:
     engine.load_checkpoint(StateStore(folder).newest() / "actor")
 
 
-def _local(tensor: Any) -> Tensor:
+def local(tensor: Any) -> Tensor:
+    """What this rank holds of a tensor of ``sharded_state``, to read and write."""
     if hasattr(tensor, "to_local"):
         return tensor.to_local()
     return getattr(tensor, "local", tensor)

@@ -1,0 +1,177 @@
+"""Every engine that is built on this machine, in every layout, is held against the contract and the reference."""
+
+from __future__ import annotations
+
+import pytest
+
+from engines.registry import EngineRegistry
+from engines.training.batch import AGGREGATIONS
+from tests.conformance.check_contract import (
+    check_budget,
+    check_contract,
+    check_forward_only,
+    check_modes,
+    check_non_finite_step,
+    check_residency,
+)
+from tests.conformance.check_numbers import (
+    check_bfloat16,
+    check_inference,
+    check_schedule,
+    check_training,
+    check_uneven_ranks,
+    check_value_head,
+)
+from tests.conformance.check_states import check_export, check_resume, check_save_is_neutral
+from tests.conformance.subject import LAYOUTS, Subject
+from tests.support.models import FAMILIES
+
+TRIPLES = [
+    (t.model_type, t.backend, t.device)
+    for t in EngineRegistry.triples()
+    if t.state == "built" and t.device == "cpu"
+]
+SUBJECTS = [Subject(*triple, layout) for triple in TRIPLES for layout in LAYOUTS]
+ON_TWO = [Subject(*triple, "world 2") for triple in TRIPLES]
+VALUE_MODELS = [subject for subject in SUBJECTS if subject.model_type == "value_model"]
+
+everywhere = pytest.mark.parametrize("subject", SUBJECTS, ids=str)
+on_two_ranks = pytest.mark.parametrize("subject", ON_TWO, ids=str)
+
+
+def test_nothing_that_is_built_is_left_out() -> None:
+    assert set(TRIPLES) == {
+        (model_type, backend, "cpu")
+        for model_type in ("language_model", "value_model")
+        for backend in ("fsdp", "fsdp2")
+    }
+    assert len(SUBJECTS) == 16
+
+
+@everywhere
+def test_training_equals_the_reference(subject: Subject) -> None:
+    check_training(subject)
+
+
+@everywhere
+def test_inference_equals_the_reference(subject: Subject) -> None:
+    check_inference(subject, temperature=0.7)
+
+
+@everywhere
+def test_export_equals_the_source(subject: Subject) -> None:
+    check_export(subject)
+
+
+@everywhere
+def test_resuming_changes_no_bit(subject: Subject) -> None:
+    check_resume(subject)
+
+
+@everywhere
+def test_uneven_ranks_finish(subject: Subject) -> None:
+    check_uneven_ranks(subject)
+
+
+@everywhere
+def test_budget_is_agreed(subject: Subject) -> None:
+    check_budget(subject)
+
+
+@on_two_ranks
+@pytest.mark.parametrize(
+    ("source", "target"), [("world 2", "world 1"), ("world 2", "world 4"), ("world 1", "HSDP 2x2")]
+)
+def test_states_reshard(subject: Subject, source: str, target: str) -> None:
+    check_resume(subject.but(layout=source), subject.but(layout=target))
+
+
+@pytest.mark.parametrize("backends", [("fsdp", "fsdp2"), ("fsdp2", "fsdp")], ids="-".join)
+def test_states_move_between_both_fsdp(backends: tuple[str, str]) -> None:
+    source, target = (Subject("language_model", backend, layout="world 2") for backend in backends)
+    check_resume(source, target, family="qwen3-tied")
+
+
+@on_two_ranks
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family(subject: Subject, family: str) -> None:
+    check_training(subject, family)
+    check_export(subject, family)
+    check_resume(subject, family=family)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_aggregations(subject: Subject, aggregation: str) -> None:
+    check_training(subject, aggregation=aggregation)
+
+
+SPLITS = {
+    "one sequence": {"dynamic_micro_batches": False, "micro_batch_size": 1},
+    "ragged last": {"dynamic_micro_batches": False, "micro_batch_size": 4},
+    "all at once": {"dynamic_micro_batches": False, "micro_batch_size": 100},
+    "large budget": {"token_budget": 1000},
+}
+
+
+@on_two_ranks
+@pytest.mark.parametrize("split", SPLITS)
+def test_any_micro_batches(subject: Subject, split: str) -> None:
+    check_training(subject, temperature=1.3, **SPLITS[split])
+    check_inference(subject, **SPLITS[split])
+
+
+@on_two_ranks
+def test_activation_checkpointing(subject: Subject) -> None:
+    check_training(subject, activation_checkpointing=True)
+
+
+@on_two_ranks
+def test_bfloat16(subject: Subject) -> None:
+    check_bfloat16(subject)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
+def test_learning_rate(subject: Subject, name: str) -> None:
+    check_schedule(subject, name)
+
+
+@on_two_ranks
+def test_contract(subject: Subject) -> None:
+    check_contract(subject)
+
+
+@on_two_ranks
+def test_forward_only(subject: Subject) -> None:
+    check_forward_only(subject)
+
+
+@on_two_ranks
+def test_modes(subject: Subject) -> None:
+    check_modes(subject)
+
+
+@on_two_ranks
+def test_dropout_does_not_depend_on_cuts(subject: Subject) -> None:
+    check_resume(subject, attention_dropout=0.3)
+
+
+@on_two_ranks
+def test_residency(subject: Subject) -> None:
+    check_residency(subject)
+
+
+@on_two_ranks
+def test_non_finite_steps_are_skipped(subject: Subject) -> None:
+    check_non_finite_step(subject)
+
+
+@on_two_ranks
+def test_saving_changes_no_bit(subject: Subject) -> None:
+    check_save_is_neutral(subject)
+
+
+@pytest.mark.parametrize("subject", VALUE_MODELS, ids=str)
+def test_value_head(subject: Subject) -> None:
+    check_value_head(subject)
