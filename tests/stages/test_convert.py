@@ -69,6 +69,14 @@ def test_weights_depend_on_seed_and_name_only(tiny: Path, tmp_path: Path) -> Non
     assert torch.equal(reference["model.norm.weight"], torch.ones(32))
 
 
+def test_bfloat16_weights(tmp_path: Path) -> None:
+    record = convert(TINY.model_copy(update={"dtype": "bfloat16"}), tmp_path / "model", seed=0, data=DATA)
+    assert record["dtype"] == "bfloat16"
+    assert record["max_logit_difference"] == 0.0
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+
+
 def test_larger_vocabulary_is_padding_and_smaller_is_refused(tmp_path: Path) -> None:
     padded = TINY.model_copy(update={"architecture": ARCHITECTURE | {"vocab_size": 128}})
     record = convert(padded, tmp_path / "padded", seed=0, data=DATA)

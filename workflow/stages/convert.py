@@ -87,7 +87,8 @@ def convert(
         source = from_folder(Path(config.path), config.trust_remote_code)
     else:
         source = from_package(config.package)
-    model, tokenizer = source.model.to(getattr(torch, config.dtype)).eval(), source.tokenizer
+    model, tokenizer = source.model.eval(), source.tokenizer
+    _cast(model, getattr(torch, config.dtype))
     _carry_special_tokens(model, tokenizer)
     model.config._name_or_path = tokenizer.name_or_path = config.name
     model.save_pretrained(folder)
@@ -174,6 +175,13 @@ def from_package(package: str) -> Source:
     if license_name := metadata.get("License-Expression") or metadata.get("License"):
         origin["license"] = license_name
     return Source(model, tokenizer, origin)
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Change the type of what is saved, and of nothing else: rotary frequencies stay in float32, as after loading."""
+    for tensor in model.state_dict(keep_vars=True).values():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
 
 
 def _carry_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
