@@ -163,6 +163,17 @@ class Plan(Config):
         specs = [self.stages[id] for id in self.runs[name].ids()]
         return [spec.manifest(step) for spec in specs for step in spec.cuts or [None]]
 
+    def last_manifests(self, name: str) -> list[str]:
+        """Paths of the manifests of a run from which no other stage of it starts: when they are there, all are."""
+        specs = [self.stages[id] for id in self.runs[name].ids()]
+        used = {(ref.id, ref.step) for spec in specs for ref in spec.inputs.values()}
+        return [
+            spec.manifest(step)
+            for spec in specs
+            for step in spec.cuts[-1:] or [None]
+            if (spec.id, step) not in used
+        ]
+
     def input_manifest(self, ref: InputRef) -> str:
         """Path of an input's manifest."""
         return self.stages[ref.id].manifest(ref.step)

@@ -1,5 +1,6 @@
 # What the rules share: every rule is one stage, its wildcard {id} names a folder of the store, and the plan answers the rest.
 import sys
+from inspect import signature
 from shlex import quote
 
 STORE = "results/store"
@@ -15,53 +16,65 @@ wildcard_constraints:
     run=r"[A-Za-z0-9._-]+",
 
 
-def planned(stage, wildcards):
-    """The stage that a job is for."""
-    return PLAN.find(stage, wildcards.id)
+def from_wildcards(function):
+    """Store the signature that Snakemake would inspect anew for every job."""
+    function.__signature__ = signature(function)
+    return function
 
 
 def inputs_of(stage):
     """Input function: the manifests that a stage starts from, by name."""
 
+    @from_wildcards
     def manifests(wildcards):
-        spec = planned(stage, wildcards)
+        spec = PLAN.find(stage, wildcards.id)
         return {name: PLAN.input_manifest(ref) for name, ref in spec.inputs.items()}
 
     return manifests
 
 
-def ranks_of(stage):
+def train_inputs():
+    """Input function: the model that training starts from, and the state at which the segment before this one ended."""
+    models = inputs_of("train")
+
+    @from_wildcards
+    def manifests(wildcards):
+        spec = PLAN.find("train", wildcards.id)
+        earlier = [cut for cut in spec.cuts if cut < int(wildcards.step)]
+        return models(wildcards) | (
+            {"state": spec.manifest(earlier[-1])} if earlier else {}
+        )
+
+    return manifests
+
+
+def planned(stage, value):
+    """What ``value`` says of a job's stage; the answer itself where all jobs of the stage agree, as Snakemake asks often."""
+    answers = {value(spec) for spec in PLAN.stages.values() if spec.stage == stage}
+    if len(answers) == 1:
+        return answers.pop()
+    return from_wildcards(lambda wildcards: value(PLAN.find(stage, wildcards.id)))
+
+
+def cores_of(stage):
     """Threads: one per rank, times the threads of a rank."""
-
-    def threads(wildcards):
-        spec = planned(stage, wildcards)
-        return spec.world_size * spec.threads
-
-    return threads
+    return planned(stage, lambda spec: spec.world_size * spec.threads)
 
 
 def device_of(stage):
     """Resource: the device key."""
-    return lambda wildcards: planned(stage, wildcards).device.computed
+    return planned(stage, lambda spec: spec.device.computed)
 
 
 def layout_of(stage):
     """Resource: the parallel sizes that are not 1, such as dp2."""
-    return lambda wildcards: planned(stage, wildcards).layout_text
+    return planned(stage, lambda spec: spec.layout_text)
 
 
 def stage_command(stage):
     """The shell command of a stage's job."""
-    step = " --step {params.step}" if stage == "train" else ""
-    return (
-        f"OMP_NUM_THREADS={{params.threads}} {PYTHON} -m workflow.stages {stage}"
-        f" --plan {HEAD.path} --id {{wildcards.id}}{step}"
-    )
-
-
-def threads_of(stage):
-    """Parameter: CPU threads of each rank."""
-    return lambda wildcards: planned(stage, wildcards).threads
+    step = " --step {wildcards.step}" if stage == "train" else ""
+    return f"{PYTHON} -m workflow.stages {stage} --plan {HEAD.path} --id {{wildcards.id}}{step}"
 
 
 def report_command():

@@ -6,7 +6,5 @@ rule convert:
         f"{STORE}/convert/{{id}}/log.txt",
     resources:
         device=device_of("convert"),
-    params:
-        threads=threads_of("convert"),
     shell:
         stage_command("convert")

@@ -6,11 +6,9 @@ rule evaluate:
         manifest=f"{STORE}/evaluate/{{id}}/manifest.json",
     log:
         f"{STORE}/evaluate/{{id}}/log.txt",
-    threads: ranks_of("evaluate")
+    threads: cores_of("evaluate")
     resources:
         device=device_of("evaluate"),
         layout=layout_of("evaluate"),
-    params:
-        threads=threads_of("evaluate"),
     shell:
         stage_command("evaluate")

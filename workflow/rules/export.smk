@@ -8,7 +8,5 @@ rule export:
         f"{STORE}/export/{{id}}/log.txt",
     resources:
         device=device_of("export"),
-    params:
-        threads=threads_of("export"),
     shell:
         stage_command("export")

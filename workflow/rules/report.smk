@@ -1,13 +1,8 @@
 # What people look at: a folder of links per run, and one report per campaign.
-def manifests_of_run(wildcards):
-    """Every manifest that a run consists of."""
-    return PLAN.run_manifests(wildcards.run)
-
-
 rule run:
     input:
         plan=HEAD.path,
-        manifests=manifests_of_run,
+        manifests=from_wildcards(lambda wildcards: PLAN.last_manifests(wildcards.run)),
     output:
         view=f"{HEAD.folder}/{{run}}/run.json",
     log:

@@ -46,6 +46,7 @@ PUBLISHED, OWN_ERROR, REFUSED, STOPPED = 0, 1, 64, 75
 """Exit codes: a manifest is there; the stage's own error; bad input; stopped on request with its state saved."""
 LAST_LINES = 30
 """Of the log, in the record of a failure."""
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 TWIN = ".published.json"
 """A second name of the published manifest. A workflow engine may remove the first one together with a job that it believes failed."""
 
@@ -170,6 +171,7 @@ def _attempt(plan: Plan, spec: StageSpec, step: int | None) -> int:
     attempts = AttemptLog(Path(spec.folder), step, log_path)
     log = _open_log(spec, log_path)
     log.info("start %d of %s %s", attempts.number, spec.stage, spec.name)
+    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(spec.threads)))  # before the stage loads a framework
     stop = StopRequest()
     try:
         stop.install()
