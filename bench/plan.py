@@ -29,6 +29,7 @@ runs:
 {runs}
 """
 
+# As many jobs: the record of a run is one more.
 BARE = """\
 rule all:
     input:
@@ -60,7 +61,9 @@ def main() -> int:
     """Measure both, write the comparison, and print it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("results/bench/plan.json"))
-    parser.add_argument("--repeat", type=int, default=3, help="measurements of each, taken in turn; the least counts")
+    parser.add_argument(
+        "--repeat", type=int, default=3, help="measurements of each, taken in turn; the least counts"
+    )
     args = parser.parse_args()
     ours, bare = [], []
     for _ in range(args.repeat):
@@ -94,7 +97,9 @@ def plan_campaign() -> dict[str, Any]:
     """Dry run of a generated campaign."""
     with tempfile.TemporaryDirectory() as made:
         file = Path(made) / "campaign.yaml"
-        file.write_text(CAMPAIGN.format(runs="\n".join(f"  seed{seed}: [seed={seed}]" for seed in range(RUNS))))
+        file.write_text(
+            CAMPAIGN.format(runs="\n".join(f"  seed{seed}: [seed={seed}]" for seed in range(RUNS)))
+        )
         return dry_run(Path(made), ROOT / "Snakefile", "--config", f"campaign={file}")
 
 
@@ -102,7 +107,7 @@ def plan_bare() -> dict[str, Any]:
     """Dry run of a chain of rules that do nothing."""
     with tempfile.TemporaryDirectory() as made:
         file = Path(made) / "Snakefile"
-        file.write_text(BARE.format(runs=RUNS, last=STAGES - 1))
+        file.write_text(BARE.format(runs=RUNS, last=STAGES))
         return dry_run(Path(made), file)
 
 
@@ -118,7 +123,9 @@ def dry_run(folder: Path, snakefile: Path, *options: str) -> dict[str, Any]:
     command += ["--snakefile", str(snakefile), "--directory", str(folder), "--profile", str(profile)]
     command += ["--dry-run", "--quiet", "all", *options]
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        )
         _, status, usage = os.wait4(process.pid, 0)
     if os.waitstatus_to_exitcode(status) != 0:
         raise RuntimeError(f"{snakefile}: the dry run failed:\n{log.read_text()[-4000:]}")
