@@ -10,12 +10,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from engines.config import ConfigError
 from engines.registry import EngineRegistry
 from workflow.campaign.code import source_root
 from workflow.campaign.head import CURRENT, REFUSALS, plan_campaign
 from workflow.campaign.plan import Plan, read_plan
 from workflow.campaign.schema import CampaignOptions
+from workflow.campaign.site import detect_site, load_site
 from workflow.campaign.view import RUN_FILE, view_manifests
+from workflow.cluster.doctor import changes, examine
 from workflow.manifest import MANIFEST, ManifestError, verify
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -88,6 +91,31 @@ def verify_command(
         soft_wrap=True,
     )
     if result.problems:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    site: Annotated[
+        str | None, typer.Option(help="a file in configs/site, or a path; found by the cluster's name")
+    ] = None,
+    look_inside: Annotated[
+        bool, typer.Option(help="run a job of a few seconds on a node of every device key")
+    ] = True,
+) -> None:
+    """Compare a site file with the cluster, and say what to change in it; exit code 1 when anything is wrong."""
+    configs = source_root() / "configs"
+    findings = []
+    try:
+        for finding in examine(load_site(site or detect_site(configs), configs), Path.cwd(), look_inside):
+            findings.append(finding)
+            color = {"good": "green", "open": "yellow", "wrong": "red"}[finding.verdict]
+            console.print(str(finding), style=color, highlight=False, markup=False, soft_wrap=True)
+    except ConfigError as error:
+        console.print(f"[red]refused:[/] {escape(str(error))}", highlight=False)
+        raise typer.Exit(1) from None
+    console.print(f"\n{changes(findings)}", highlight=False, markup=False, soft_wrap=True)
+    if any(finding.verdict == "wrong" for finding in findings):
         raise typer.Exit(1)
 
 

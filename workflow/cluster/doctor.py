@@ -6,6 +6,7 @@ of every device key from the inside with a job of a few seconds.
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,10 @@ from pathlib import Path
 from engines.config import ConfigError, nearest
 from workflow.campaign.site import UNKNOWN, DeviceSite, SiteConfig, cluster_name, read_seconds, spell_seconds
 from workflow.cluster.finding import Finding, Verdict
-from workflow.cluster.placement import job_name, place
+from workflow.cluster.inventory import SLURM_FAILURES, Association, NodeKind, associations, node_kinds
+from workflow.cluster.placement import SbatchRequest, job_name, place
 from workflow.cluster.probe import inside, probe_node
-from workflow.cluster.slurm import Association, NodeKind, SlurmUnreachable, ask, associations, node_kinds
+from workflow.cluster.slurm import slurm
 
 
 def examine(site: SiteConfig, folder: Path, look_inside: bool = True) -> Iterator[Finding]:
@@ -29,9 +31,9 @@ def examine(site: SiteConfig, folder: Path, look_inside: bool = True) -> Iterato
         yield Finding("good", "site.scheduler", f"{site.name} is a single host; nothing is submitted")
         return
     try:
-        ask(["scontrol", "ping"])
+        slurm("scontrol", "ping")
         kinds = node_kinds()
-    except SlurmUnreachable as error:
+    except SLURM_FAILURES as error:
         yield Finding(
             "wrong", "slurm", str(error), "load the site's SLURM module, or set SLURM_CONF, on this host"
         )
@@ -40,7 +42,7 @@ def examine(site: SiteConfig, folder: Path, look_inside: bool = True) -> Iterato
     yield from _launchers(site)
     try:
         accounts: list[Association] | None = associations()
-    except SlurmUnreachable as error:
+    except SLURM_FAILURES as error:
         accounts = None
         yield Finding("open", "accounts", f"not checked: {error}")
     for device, offered in site.devices.items():
@@ -54,16 +56,12 @@ def examine(site: SiteConfig, folder: Path, look_inside: bool = True) -> Iterato
         yield from _submission(site, device, folder, look_inside)
 
 
-def report(findings: list[Finding]) -> str:
-    """The findings as text, what to change last."""
-    marks = {"good": "ok   ", "open": "open ", "wrong": "WRONG"}
-    width = max((len(finding.subject) for finding in findings), default=0)
-    lines = [f"{marks[f.verdict]} {f.subject.ljust(width)}  {f.message}" for f in findings]
-    changes = [f"  {f.subject}: {f.remedy}" for f in findings if f.remedy]
-    if changes:
-        lines += ["", "to change:", *changes]
+def changes(findings: list[Finding]) -> str:
+    """What to change, and the count of each verdict."""
+    remedies = [f"  {finding.subject}: {finding.remedy}" for finding in findings if finding.remedy]
     counts = Counter(finding.verdict for finding in findings)
-    return "\n".join([*lines, "", f"{counts['good']} right, {counts['open']} open, {counts['wrong']} wrong"])
+    total = f"{counts['good']} right, {counts['open']} open, {counts['wrong']} wrong"
+    return "\n".join([*(["to change:", *remedies] if remedies else []), total])
 
 
 def _cluster(site: SiteConfig) -> Iterator[Finding]:
@@ -282,25 +280,32 @@ def _submission(site: SiteConfig, device: str, folder: Path, look_inside: bool) 
         subject = f"{key}: {ranks} rank{'s' * (ranks > 1)}"
         try:
             request = place(job_name("doctor", device), device, ranks, site, output=Path("/dev/null"))
-            answer = ask(["sbatch", "--test-only"], stdin=request.text("true\n"))
+            _test_only(request)
         except ConfigError as error:
             yield Finding("open", subject, f"not tried: {error}")
             return
-        except SlurmUnreachable as error:
+        except SLURM_FAILURES as error:
             options = " ".join(
                 f"--{name}={value}" for name, value in request.parameters().items() if name in _TELLING
             )
             yield Finding("wrong", subject, f"refused by SLURM: {_last(str(error))}", f"asked for {options}")
             return
-        yield Finding("good", subject, _last(answer).removeprefix("sbatch: "))
+        yield Finding("good", subject, "SLURM would take the job")
     if look_inside:
         one = place(job_name("doctor", device), device, 1, site, output=Path("/dev/null"))
         try:
             told = probe_node(one, site, device, folder)
-        except (SlurmUnreachable, ConfigError) as error:
+        except (*SLURM_FAILURES, ConfigError) as error:
             yield Finding("open", f"{key}: a node from the inside", f"not looked at: {_last(str(error))}")
             return
         yield from inside(site, device, folder, told)
+
+
+def _test_only(request: SbatchRequest) -> None:
+    with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
+        file.write(request.text("true\n"))
+        file.flush()
+        slurm("sbatch", "--test-only", file.name)
 
 
 _TELLING = (

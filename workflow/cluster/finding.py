@@ -19,3 +19,7 @@ class Finding:
     message: str
     remedy: str = ""
     """What to change; empty when nothing."""
+
+    def __str__(self) -> str:
+        mark = {"good": "ok   ", "open": "open ", "wrong": "WRONG"}[self.verdict]
+        return f"{mark} {self.subject}: {self.message}"

@@ -10,7 +10,7 @@ from workflow.campaign.site import UNKNOWN, DeviceSite, SiteConfig
 from workflow.cluster.environment import enter
 from workflow.cluster.finding import Finding
 from workflow.cluster.placement import SbatchRequest
-from workflow.cluster.slurm import ask
+from workflow.cluster.slurm import slurm
 
 _IMPORTS = "import platform, torch, transformers; print('probe environment', platform.python_version(), torch.__version__)"
 _BATCH_ONLY = (
@@ -37,7 +37,7 @@ def probe_node(request: SbatchRequest, site: SiteConfig, device: str, folder: Pa
         folder: in which the workflow runs; a file is written there and removed.
 
     Raises:
-        SlurmUnreachable: no node was free in time, or the job was refused.
+        SLURM_FAILURES: no node was free in time, or the job was refused.
         ConfigError: the environment is unknown.
     """
     offered = site.devices[device]
@@ -64,10 +64,8 @@ def probe_node(request: SbatchRequest, site: SiteConfig, device: str, folder: Pa
     ]
     marker.write_text("here\n", encoding="utf-8")
     try:
-        output = ask(
-            ["srun", *options, "bash", "-c", _script(marker, offered, launchers, entered)],
-            timeout=WAIT_SECONDS + 240,
-        )
+        script = _script(marker, offered, launchers, entered)
+        output = slurm("srun", *options, "bash", "-c", script, timeout=WAIT_SECONDS + 240)
     finally:
         marker.unlink(missing_ok=True)
     lines = [line.split(" ", 2) for line in output.splitlines() if line.startswith("probe ")]

@@ -1,118 +1,73 @@
-"""What the cluster says of itself, through its own commands: partitions, nodes, associations. No torch."""
+"""Calls of SLURM's commands, and which of their failures pass by themselves. No torch."""
 
 from __future__ import annotations
 
-import getpass
+import os
 import re
 import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass
 
-from workflow.cluster.nodes import expand_nodes
+TRANSIENT = re.compile(
+    r"timed out|unable to contact|unable to establish|connection (refused|failure|reset)|zero bytes|temporarily"
+    r"|try again|not responding|persistent connection|problem talking to the database|bad authentication|munge",
+    re.IGNORECASE,
+)
+"""A daemon that is down, restarting or busy."""
+NO_SUCH_JOB = re.compile(r"invalid job id|job.* not found", re.IGNORECASE)
+LIMIT = re.compile(
+    r"MaxSubmit|MaxJobCount|submit limit|violates accounting/QOS|job array index", re.IGNORECASE
+)
+"""More jobs than one may have queued: it passes as jobs end."""
 
 
-class SlurmUnreachable(RuntimeError):
-    """A SLURM command is missing, fails, or does not answer in time."""
+class SlurmUnavailable(RuntimeError):
+    """SLURM does not answer now; asking later may help."""
 
 
-def ask(command: Sequence[str], timeout: float = 30.0, stdin: str | None = None) -> str:
-    """The output of a SLURM command.
+class SlurmLimit(RuntimeError):
+    """As many jobs are queued as one may have; asking later helps."""
+
+
+class SlurmRefused(RuntimeError):
+    """SLURM said no."""
+
+
+class NoSuchJob(SlurmRefused):
+    """SLURM answers, and does not know the job (any more)."""
+
+
+def slurm(*command: str, timeout: float = 60.0) -> str:
+    """Standard output of one of SLURM's commands.
 
     Raises:
-        SlurmUnreachable: with what the command said.
+        SlurmUnavailable, SlurmLimit, NoSuchJob, SlurmRefused: with what the command said.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, input=stdin)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     except FileNotFoundError:
-        raise SlurmUnreachable(f"{command[0]} is not on PATH") from None
+        raise SlurmUnavailable(f"{command[0]}: no such command on this host") from None
     except subprocess.TimeoutExpired:
-        raise SlurmUnreachable(f"{' '.join(command[:3])}: no answer in {timeout:.0f} s") from None
+        raise SlurmUnavailable(f"{command[0]} did not answer in {timeout:g} s") from None
     if done.returncode:
-        said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-        raise SlurmUnreachable(f"{command[0]}: {said}")
-    return done.stdout or done.stderr
+        raise failure(f"{command[0]}: {done.stderr.strip() or f'exit status {done.returncode}'}")
+    return done.stdout
 
 
-@dataclass(frozen=True)
-class NodeKind:
-    """Nodes of one partition that are alike."""
-
-    partition: str
-    default: bool
-    """Whether jobs go there that name no partition."""
-    walltime_seconds: int | None
-    """None: without a limit."""
-    nodes: tuple[str, ...]
-    cpus: int
-    memory_mb: int
-    gres: str
-    features: frozenset[str]
-    available: bool
-    """Some of them take jobs."""
-
-    def devices(self, name: str, kind: str | None = None) -> int:
-        """How many of a generic resource a node has, of any type or of one."""
-        found = re.finditer(r"([A-Za-z_]+)(?::([^:(,]+))?:(\d+)", self.gres)
-        return sum(int(m[3]) for m in found if m[1] == name and kind in (None, m[2]))
+def failure(message: str) -> RuntimeError:
+    """The exception that a command's error text stands for."""
+    if NO_SUCH_JOB.search(message):
+        return NoSuchJob(message)
+    if LIMIT.search(message):
+        return SlurmLimit(message)
+    if TRANSIENT.search(message):
+        return SlurmUnavailable(message)
+    return SlurmRefused(message)
 
 
-def node_kinds() -> list[NodeKind]:
-    """Every partition's nodes.
+def forget_allocation() -> None:
+    """Take the variables of an allocation that this process was started in out of its environment.
 
-    Raises:
-        SlurmUnreachable: see :func:`ask`.
+    sbatch reads them as options of the new job. SLURM_CONF stays: it says which cluster is meant.
     """
-    output = ask(["sinfo", "-h", "-e", "-o", "%P|%l|%N|%c|%m|%G|%f|%a|%T"])
-    kinds = []
-    for line in filter(None, output.splitlines()):
-        partition, limit, nodes, cpus, memory, gres, features, up, state = line.split("|")
-        kinds.append(
-            NodeKind(
-                partition=partition.rstrip("*"),
-                default=partition.endswith("*"),
-                walltime_seconds=read_limit(limit),
-                nodes=tuple(expand_nodes(nodes)),
-                cpus=int(cpus.rstrip("+")),
-                memory_mb=int(memory.rstrip("+")),
-                gres=gres,
-                features=frozenset(features.split(",")),
-                available=up == "up" and not state.startswith(("down", "drain", "fail", "inval")),
-            )
-        )
-    return kinds
-
-
-def read_limit(text: str) -> int | None:
-    """Seconds of a time limit as SLURM prints it; None for infinite.
-
-    >>> read_limit("30:00"), read_limit("2:00:00"), read_limit("1-00:00:00"), read_limit("infinite")
-    (1800, 7200, 86400, None)
-    """
-    days, _, clock = text.rpartition("-")
-    parts = clock.split(":")
-    if not all(part.isdigit() for part in parts):
-        return None
-    hours, minutes, seconds = [0] * (3 - len(parts)) + [int(part) for part in parts]
-    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
-
-
-@dataclass(frozen=True)
-class Association:
-    """An account that the user may charge."""
-
-    account: str
-    partition: str
-    """Empty: all."""
-    qos: frozenset[str]
-
-
-def associations() -> list[Association]:
-    """What the user may charge and use.
-
-    Raises:
-        SlurmUnreachable: the cluster keeps no accounts, or its database does not answer.
-    """
-    user = getpass.getuser()
-    output = ask(["sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account,partition,qos"])
-    rows = [line.split("|") for line in output.splitlines() if line.strip()]
-    return [Association(account, partition, frozenset(qos.split(","))) for account, partition, qos in rows]
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "SBATCH_", "SRUN_")) and name != "SLURM_CONF":
+            del os.environ[name]
