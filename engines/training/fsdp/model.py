@@ -17,7 +17,7 @@ from engines.training.errors import UnsupportedConfigError
 from engines.training.log_probs import token_log_probs
 from engines.training.packed_attention import Segments
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """transformers model types whose logits are hidden states times the output embedding, with nothing in between."""
 
 VALUE_HEAD = "score.weight"
@@ -121,8 +121,6 @@ def _check_architecture(folder: Path, hf_config: object) -> None:
             f"{folder}: model_type={name!r} is not served; known: {', '.join(ARCHITECTURES)}"
         )
     kinds = getattr(hf_config, "layer_types", None) or []
-    if name == "mistral" and getattr(hf_config, "sliding_window", None):
-        kinds = ["sliding_attention"]
     if any(kind != "full_attention" for kind in kinds):
         raise UnsupportedConfigError(
             f"{folder}: packed attention has no sliding windows, the model uses them"
