@@ -116,7 +116,7 @@ def _warned(folder: Path, text: str) -> None:
 
 def test_stop_ends_what_jobs_left_behind_and_nothing_else(tmp_path):
     folder = Path(tempfile.mkdtemp(prefix="baton-mini-", dir="/tmp"))
-    other = MiniCluster(folder, accounting=False, port=18800)
+    other = MiniCluster(folder, accounting=False, port=17900)
     stranger = subprocess.Popen(["sleep", "300"])
     other.start()
     try:
