@@ -86,7 +86,7 @@ def line_chart(
         size: SMALL or LARGE.
     """
     axes = _axes(lines, bounds, size)
-    body = [_grid(axes, text), *(_boundary(axes, x) for x in boundaries)]
+    body = [_grid(axes, text), *(_boundary(axes, x) for x in boundaries if axes.x[0] <= x <= axes.x[1])]
     body += [_band(axes, line) for line in lines if line.intervals]
     body += [_curve(axes, line) for line in lines if line.points]
     data = [{"label": line.label, "colour": line.colour, "points": _tooltips(line, text)} for line in lines]
@@ -197,7 +197,7 @@ def _grid(axes: Axes, text: Callable[[float], str]) -> str:
 
 
 def _boundary(axes: Axes, x: float) -> str:
-    position = axes.px(min(max(x, axes.x[0]), axes.x[1]))
+    position = axes.px(x)
     return (
         f'<line class="boundary" x1="{position:.1f}" x2="{position:.1f}" y1="{TOP}" y2="{axes.bottom}">'
         f"<title>a segment ends at step {x:g}</title></line>"

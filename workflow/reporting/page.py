@@ -66,7 +66,7 @@ PANELS = (
     Panel(
         "tokens_per_second",
         "Throughput",
-        "response tokens per second of the whole iteration",
+        "response tokens per second",
         number,
         (0, None),
     ),
@@ -93,6 +93,7 @@ def render_page(campaign: Campaign) -> str:
         iteration_times=_iteration_times(campaign.runs),
         stages=STAGES,
         rows=[_row(run) for run in campaign.runs],
+        common=_common_overrides(campaign.runs),
         failures=[(run, run.failures) for run in campaign.runs if not run.complete],
         provenance=_provenance(campaign),
         colours=colours,
@@ -197,12 +198,18 @@ def _row(run: Run) -> dict[str, Any]:
     exports = [job for job in run.jobs if job.spec.stage == "export" and job.manifest]
     return {
         "run": run,
+        "model": run.jobs[0].spec.slug,
         "backends": sorted(set(run.train.backends.values())),
         "rate": sum(rates) / len(rates) if rates else None,
         "seconds": sum(job.seconds for job in run.jobs),
         "lost": sum(job.manifest.device_seconds.lost for job in run.jobs if job.manifest),
         "export": f"{exports[0].spec.folder}/export" if exports else None,
     }
+
+
+def _common_overrides(runs: Sequence[Run]) -> list[str]:
+    """What every run was given, in order."""
+    return [word for word in runs[0].plan.overrides if all(word in run.plan.overrides for run in runs)]
 
 
 def _provenance(campaign: Campaign) -> dict[str, Any]:
