@@ -204,7 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path, default=Path("results/bench/update.json"))
     parser.add_argument("--repetitions", type=int, default=7)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -97,6 +97,13 @@ def test_totals_count_sequences_with_loss_tokens_only() -> None:
     assert loss_totals(make_batch()) == LossTotals(tokens=3 + 0 + 5 + 1, sequences=3)
 
 
+def test_a_loss_on_a_first_token_is_refused() -> None:
+    batch = make_batch()
+    mask = batch.tokens["loss_mask"].index_fill(0, batch.cu_seqlens[2:3], 1.0)
+    with pytest.raises(ValueError, match="first token of 1 sequences"):
+        loss_totals(batch.with_tokens(loss_mask=mask))
+
+
 def test_without_loss_tokens_all_weights_are_zero() -> None:
     batch = make_batch([1, 2])
     for aggregation in AGGREGATIONS:

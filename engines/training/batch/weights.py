@@ -34,12 +34,24 @@ class LossTotals:
 
 
 def loss_totals(batch: PackedBatch, group: dist.ProcessGroup | None = None) -> LossTotals:
-    """Count loss tokens and sequences with any, summed over ``group`` (this batch alone when None). Collective."""
+    """Count loss tokens and sequences with any, summed over ``group`` (this batch alone when None). Collective.
+
+    Raises:
+        ValueError: on all ranks, when a sequence's first token, which nothing predicts, is a loss token.
+    """
     per_sequence = _mask_per_sequence(batch)
-    counts = torch.stack([per_sequence.sum(), (per_sequence > 0).sum().double()])
+    starts = batch.cu_seqlens[:-1][batch.lengths > 0]
+    unpredicted = batch.tokens["loss_mask"][starts.to(batch.tokens["loss_mask"].device)].cpu()
+    counts = torch.stack(
+        [field.sum().double() for field in (per_sequence, per_sequence > 0, unpredicted != 0)]
+    )
     if group is not None:
         dist.all_reduce(counts, group=group)
-    tokens, sequences = counts.tolist()
+    tokens, sequences, wrong = counts.tolist()
+    if wrong:
+        raise ValueError(
+            f"loss_mask is not 0 at the first token of {wrong:.0f} sequences; nothing predicts that token"
+        )
     return LossTotals(tokens, round(sequences))
 
 
