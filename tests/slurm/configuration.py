@@ -52,17 +52,6 @@ AccountingStorageHost=127.0.0.1
 AccountingStoragePort={port + 1}
 AccountingStoragePass={folder}/munge/munge.sock
 AccountingStorageTRES=gres/gpu,gres/npu"""
-    nodes = "\n".join(
-        f"NodeName={node} NodeAddr={address} Port={port + 10 + number} CPUs={CPUS} RealMemory={MEMORY_MB} "
-        f"Gres={PARTITIONS[node.rstrip('12')]}:2 Feature={node.rstrip('12')} State=UNKNOWN"
-        for number, (node, address) in enumerate(addresses.items())
-    )
-    common = "MaxTime=24:00:00 DefMemPerCPU=256 State=UP"
-    partitions = "\n".join(
-        f"PartitionName={name} Nodes={name}[1-{NODES}] {common} PriorityTier=10 PreemptMode=OFF{' Default=YES' * (name == 'cuda')}\n"
-        f"PartitionName={name}-low Nodes={name}[1-{NODES}] {common} PriorityTier=1 PreemptMode=REQUEUE GraceTime=20"
-        for name in PARTITIONS
-    )
     return f"""ClusterName={NAME}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
@@ -103,9 +92,23 @@ JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
-{nodes}
-{partitions}
+{_nodes_and_partitions(port, addresses)}
 """
+
+
+def _nodes_and_partitions(port: int, addresses: dict[str, str]) -> str:
+    nodes = "\n".join(
+        f"NodeName={node} NodeAddr={address} Port={port + 10 + number} CPUs={CPUS} RealMemory={MEMORY_MB} "
+        f"Gres={PARTITIONS[node.rstrip('12')]}:2 Feature={node.rstrip('12')} State=UNKNOWN"
+        for number, (node, address) in enumerate(addresses.items())
+    )
+    common = "MaxTime=24:00:00 DefMemPerCPU=256 State=UP"
+    partitions = "\n".join(
+        f"PartitionName={name} Nodes={name}[1-{NODES}] {common} PriorityTier=10 PreemptMode=OFF{' Default=YES' * (name == 'cuda')}\n"
+        f"PartitionName={name}-low Nodes={name}[1-{NODES}] {common} PriorityTier=1 PreemptMode=REQUEUE GraceTime=20"
+        for name in PARTITIONS
+    )
+    return f"{nodes}\n{partitions}"
 
 
 def _write_accounting(folder: Path, port: int) -> None:
