@@ -17,7 +17,7 @@ from workflow.campaign.lock import FolderLock, LockHeld
 from workflow.campaign.plan import Plan, PlanError, read_plan, write_plan
 from workflow.campaign.preflight import DiskFull, check_data, check_disk, check_sizes
 from workflow.campaign.schema import CampaignOptions
-from workflow.campaign.site import LOCAL, detect_site
+from workflow.campaign.site import LOCAL, SiteConfig, detect_site, load_site
 from workflow.data import DataError, PromptError
 
 REFUSALS = (ConfigError, DataError, DiskFull, LockHeld, ModelFolderError, PlanError, PromptError)
@@ -48,6 +48,17 @@ class Head:
     def code(self) -> Path:
         """The copy of the source that the campaign's jobs run."""
         return CODE / self.plan.code[:16]
+
+    @property
+    def site(self) -> SiteConfig:
+        """Where jobs go: the site of the runs, or of a given plan.
+
+        Raises:
+            ConfigError: the site's file is gone or wrong.
+        """
+        if self.runs:
+            return self.runs[0].config.site
+        return load_site(self.plan.options.get("site") or LOCAL, source_root() / "configs")
 
     def start(self) -> None:
         """Before the first job: be the only head, check data and disk, copy the source.

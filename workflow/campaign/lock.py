@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,16 +30,32 @@ class Holder:
     pid: int
     started: str
     """Start time of the process, so that a later process of the same number is not mistaken for it."""
+    job: str | None = None
+    """SLURM's id of the job it runs in."""
+    restart: int = 0
+    """How often that job was requeued before."""
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
+        job = f" (SLURM job {self.job}, restart {self.restart})" if self.job else ""
+        return f"process {self.pid} on {self.host}{job}"
 
 
 class FolderLock:
-    """At most one living process holds the lock of a folder. Use as a context manager, or ``acquire`` and ``release``."""
+    """At most one living process holds the lock of a folder. Use as a context manager, or ``acquire`` and ``release``.
 
-    def __init__(self, folder: Path, name: str = "lock.json") -> None:
+    A requeued job takes its own lock back; another job's is taken when SLURM says that it has ended.
+
+    Args:
+        folder: what is locked.
+        name: of the lock's file.
+        job_is_final: asks SLURM whether a job has ended; without it a holder on another host is told by its heartbeat alone.
+    """
+
+    def __init__(
+        self, folder: Path, name: str = "lock.json", job_is_final: Callable[[str], bool] | None = None
+    ) -> None:
         self.path = Path(folder) / name
+        self._job_is_final = job_is_final
         self._stop = threading.Event()
         self._mine = False
 
@@ -100,9 +116,16 @@ class FolderLock:
             yield
 
     def _alive(self, holder: Holder) -> bool:
-        if holder.host == socket.gethostname():
+        myself = _myself()
+        if holder.job is not None and holder.job == myself.job and holder.restart < myself.restart:
+            return False  # SLURM ends one start of a job before it begins the next
+        if holder.host == myself.host:
             return holder.pid != os.getpid() and process_start(holder.pid) == holder.started
-        return time.time() - self.path.stat().st_mtime < STALE_SECONDS
+        if time.time() - self.path.stat().st_mtime >= STALE_SECONDS:
+            return False
+        if holder.job in (None, myself.job) or self._job_is_final is None:
+            return True
+        return not self._job_is_final(holder.job)
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
@@ -124,4 +147,10 @@ def process_start(pid: int) -> str | None:
 
 
 def _myself() -> Holder:
-    return Holder(socket.gethostname(), os.getpid(), process_start(os.getpid()) or "")
+    return Holder(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        started=process_start(os.getpid()) or "",
+        job=os.environ.get("SLURM_JOB_ID"),
+        restart=int(os.environ.get("SLURM_RESTART_COUNT", 0)),
+    )

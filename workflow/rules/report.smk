@@ -25,5 +25,6 @@ rule report:
         summary=f"{HEAD.folder}/summary.json",
     log:
         f"{HEAD.folder}/report.log",
+    localrule: True
     shell:
         f"{report_command()} 2> {{log}}"

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from collections import deque
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from workflow.campaign.paths import cut
 from workflow.campaign.plan import InputRef, Plan, PlanError, StageSpec, read_plan
 from workflow.campaign.slice import Slice
 from workflow.campaign.stages import STAGES
+from workflow.cluster.states import job_is_final
 from workflow.data.errors import DataError
 from workflow.manifest import (
     MANIFEST,
@@ -47,6 +49,8 @@ PUBLISHED, OWN_ERROR, REFUSED, STOPPED = 0, 1, 64, 75
 LAST_LINES = 30
 """Of the log, in the record of a failure."""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+ONE_REQUEST_SECONDS = 5.0
+"""In which several signals are one request to stop."""
 TWIN = ".published.json"
 """A second name of the published manifest. A workflow engine may remove the first one together with a job that it believes failed."""
 
@@ -70,12 +74,14 @@ class StopRequest:
     """Whether somebody asked this process to stop (SIGTERM, SIGINT, SIGUSR2).
 
     A stage that looks at ``requested`` between its steps says so once with ``will_poll``; any other is interrupted at once,
-    and so is a polling one at the second signal.
+    and so is a polling one at the second signal. Signals within a few seconds are one request: SLURM signals every process of
+    a job that it ends, and the job's launcher passes its own signal on.
     """
 
     def __init__(self) -> None:
         self.requested = False
         self._polled = False
+        self._since = 0.0
 
     def will_poll(self) -> None:
         """From now on the stage looks at ``requested`` itself, saves, and raises StoppedOnRequest."""
@@ -87,7 +93,9 @@ class StopRequest:
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: object) -> None:
-        again, self.requested = self.requested, True
+        again = self.requested and time.monotonic() - self._since > ONE_REQUEST_SECONDS
+        if not self.requested:
+            self.requested, self._since = True, time.monotonic()
         if again or not self._polled:
             raise StoppedOnRequest(f"interrupted by {signal.Signals(number).name}")
 
@@ -153,7 +161,7 @@ def run(stage: str, plan_path: Path, key: str, step: int | None = None) -> int:
         print(f"{stage} {key}: refused: {error}", file=sys.stderr)
         return REFUSED
     output = Path(spec.output_folder(step))
-    lock = FolderLock(Path(spec.folder))
+    lock = FolderLock(Path(spec.folder), job_is_final=job_is_final)
     if _published(spec, output) is not None:
         return PUBLISHED
     _wait_for(lock, spec)

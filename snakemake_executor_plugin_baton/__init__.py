@@ -1,0 +1,105 @@
+"""Snakemake's executor ``baton``: one SLURM job per stage. Snakemake finds plugins as top-level packages only; the work is in workflow.cluster.
+
+No Snakemake runs in the jobs. A rule's command is run as it stands, since its one output, the manifest, is published by the stage
+itself by one rename; Snakemake in the head then does its book-keeping as for a local job. That saves two seconds per job, and
+nothing on a compute node reads the Snakefile or a configuration again.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from snakemake_interface_common.exceptions import WorkflowError
+from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
+from snakemake_interface_executor_plugins.executors.remote import RemoteExecutor
+from snakemake_interface_executor_plugins.jobs import JobExecutorInterface
+from snakemake_interface_executor_plugins.settings import CommonSettings, ExecutorSettingsBase
+
+from engines.config import ConfigError
+from workflow.campaign.head import RESULTS, Head
+from workflow.cluster.executor import Failure, StageCommand, StageJobs
+from workflow.cluster.placement import SIGNAL_SLACK
+from workflow.cluster.slurm import forget_allocation
+
+
+@dataclass
+class ExecutorSettings(ExecutorSettingsBase):
+    """What the profile or the command line may set, as ``--baton-...``."""
+
+    warning: int = field(
+        default=2 * SIGNAL_SLACK,
+        metadata={"help": "Seconds before the end of a job at which its stage is told to save its state"},
+    )
+    poll: float = field(default=0.5, metadata={"help": "Seconds between looks for new manifests"})
+
+
+common_settings = CommonSettings(
+    non_local_exec=True,
+    implies_no_shared_fs=False,
+    job_deploy_sources=False,
+    pass_envvar_declarations_to_cmd=False,
+    auto_deploy_default_storage_provider=False,
+)
+
+
+class Executor(RemoteExecutor):
+    """Snakemake's jobs on one side, :class:`workflow.cluster.executor.StageJobs` on the other."""
+
+    def __post_init__(self) -> None:
+        head = self.workflow.globals.get("HEAD")
+        if not isinstance(head, Head):
+            raise WorkflowError("the executor baton runs Baton's own Snakefile: no HEAD is defined")
+        forget_allocation()
+        self._plan = head.plan
+        self._wake = threading.Event()
+        self._stages = StageJobs(
+            head.site, RESULTS, head.code, self.logger.info, self.executor_settings.warning
+        )
+
+    def run_job(self, job: JobExecutorInterface) -> None:
+        """Take up a job; it is submitted by the thread that watches."""
+        if job.is_group():
+            raise WorkflowError("the executor baton runs one stage per job; remove --groups")
+        runtime = job.resources.get("runtime")
+        step = job.wildcards_dict.get("step")
+        try:
+            stage = self._stages.start(
+                self._plan.find(job.rule.name, job.wildcards_dict["id"]),
+                None if step is None else int(step),
+                StageCommand.read(job.shellcmd),
+                walltime_seconds=None if runtime is None else int(runtime) * 60,
+                retried=job.attempt > 1,
+            )
+        except (ConfigError, KeyError) as error:
+            raise WorkflowError(f"rule {job.rule.name}: {error}") from None
+        self.report_job_submission(SubmittedJobInfo(job, aux={"stage": stage}))
+        self._wake.set()
+
+    async def check_active_jobs(
+        self, active_jobs: list[SubmittedJobInfo]
+    ) -> AsyncGenerator[SubmittedJobInfo, None]:
+        """Report what has ended; yield what goes on."""
+        if active_jobs:
+            await asyncio.to_thread(self._stages.poll)
+        for info in active_jobs:
+            stage = info.aux["stage"]
+            if stage.record is not None:
+                info.external_jobid = stage.record.job
+            if stage.outcome is None:
+                yield info
+            elif isinstance(stage.outcome, Failure):
+                if not stage.outcome.retry:
+                    info.job.attempt = info.job.restart_times + 1  # Snakemake would run it again, blindly
+                self.report_job_error(info, msg=f"\n{stage.outcome.message}\n")
+            else:
+                self.report_job_success(info)
+
+    async def sleep(self) -> None:
+        """Until the next look, or a new job."""
+        self._wake.clear()
+        await asyncio.to_thread(self._wake.wait, self.executor_settings.poll)
+
+    def cancel_jobs(self, active_jobs: list[SubmittedJobInfo]) -> None:
+        """The head was interrupted: its jobs end with it."""
+        self._stages.cancel()

@@ -1,0 +1,369 @@
+"""The stage jobs of one head: submit, watch, and say what became of them. Knows nothing of Snakemake. No torch.
+
+One thread calls ``poll``. Success is a valid manifest and nothing else; it is looked for first, in the file system, so a finished
+stage is seen at once and without asking SLURM. SLURM is asked, once for all jobs and ever less often, only to find out about jobs
+that ended without a word.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shlex
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from engines.config import ConfigError
+from workflow.campaign.plan import StageSpec
+from workflow.campaign.site import SiteConfig
+from workflow.cluster.jobs import JobFolder, JobRecord, job_log
+from workflow.cluster.launcher import Task
+from workflow.cluster.nodes import expand_nodes
+from workflow.cluster.placement import SbatchRequest, place_stage
+from workflow.cluster.slurm import SlurmLimit, SlurmRefused, SlurmUnavailable, slurm
+from workflow.cluster.states import (
+    RETRIED,
+    UNKNOWN,
+    FailureClass,
+    JobState,
+    StateWatch,
+    classify,
+    find_jobs,
+    last_lines,
+    settled,
+)
+from workflow.cluster.submit import give_task, preamble, submit
+from workflow.manifest import Manifest, ManifestError, is_released, read_manifest
+
+ASK_SECONDS = (1.0, 15.0)
+"""Between questions to SLURM: at first, and at most when nothing changes."""
+WAIT_SECONDS = (2.0, 60.0)
+"""Before a submission that SLURM could not take is tried again: at first, and at most."""
+UNTOLD_SECONDS = 30.0
+"""After which a launcher's record stands for a state that SLURM does not tell."""
+ATTEMPTS = "attempts.jsonl"
+
+
+@dataclass
+class Failure:
+    """A stage's job ended without a manifest."""
+
+    kind: FailureClass
+    message: str
+    """With the last lines of the job's log, and where it is."""
+
+    @property
+    def retry(self) -> bool:
+        """Whether a new job can help."""
+        return self.kind in RETRIED
+
+
+@dataclass(eq=False)
+class StageJob:
+    """A stage that is to be published by a SLURM job."""
+
+    spec: StageSpec
+    step: int | None
+    command: StageCommand
+    walltime_seconds: int | None
+    retried: bool
+    """Whether this head has already had a job for it that failed."""
+    folder: JobFolder
+    record: JobRecord | None = None
+    submitted: bool = False
+    state: JobState = field(default_factory=lambda: JobState(UNKNOWN))
+    not_before: float = 0.0
+    """Monotonic time of the next try to submit."""
+    waits: int = 0
+    said: str = ""
+    """Why it waits, when that was said already."""
+    ended: float | None = None
+    """When a launcher's record was first seen that SLURM's state has to explain."""
+    outcome: Failure | bool | None = None
+    """None while it goes on; True when published."""
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.spec.stage} {self.spec.name}" + ("" if self.step is None else f" step {self.step}")
+
+
+@dataclass(frozen=True)
+class StageCommand:
+    """A rule's shell command, taken apart: ``NAME=VALUE ... python -m workflow.stages ...``."""
+
+    variables: dict[str, str]
+    arguments: list[str]
+
+    @classmethod
+    def read(cls, shell: str) -> StageCommand:
+        """Take a rule's command apart.
+
+        Raises:
+            ConfigError: it is no stage's command.
+        """
+        words = shlex.split(shell)
+        variables = {}
+        while words and "=" in words[0] and words[0].partition("=")[0].isidentifier():
+            name, _, value = words.pop(0).partition("=")
+            variables[name] = value
+        if words[1:3] != ["-m", "workflow.stages"]:
+            raise ConfigError(
+                f"not the command of a stage: {shell!r}; a rule that runs no stage needs localrule: True"
+            )
+        return cls(variables, words[1:])
+
+
+class StageJobs:
+    """All jobs of a head.
+
+    Args:
+        site: where jobs go.
+        results: the results folder.
+        code: the copy of the source that jobs run.
+        say: tells people.
+        warning_seconds: before the end of a job, when its stage is told to save.
+    """
+
+    def __init__(
+        self, site: SiteConfig, results: Path, code: Path, say: Callable[[str], None], warning_seconds: int
+    ) -> None:
+        self._site, self._results, self._code, self._say = site, results, code.absolute(), say
+        self._warning = warning_seconds
+        self._jobs: list[StageJob] = []
+        self._watch = StateWatch()
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._ask_at, self._ask_every = 0.0, ASK_SECONDS[0]
+
+    def start(
+        self,
+        spec: StageSpec,
+        step: int | None,
+        command: StageCommand,
+        walltime_seconds: int | None = None,
+        retried: bool = False,
+    ) -> StageJob:
+        """Take up a stage: its job is submitted, or found again, by the next ``poll``."""
+        folder = JobFolder(self._results, spec.stage, spec.id, step)
+        job = StageJob(spec, step, command, walltime_seconds, retried, folder)
+        with self._lock:
+            self._jobs.append(job)
+            self._ask_at = 0.0
+        return job
+
+    def poll(self) -> None:
+        """One look at everything; what ended has its ``outcome`` afterwards."""
+        with self._lock:
+            for job in self._jobs:
+                self._advance(job)
+            self._ask_slurm()
+            for job in self._jobs:
+                self._judge(job)
+            self._jobs = [job for job in self._jobs if job.outcome is None]
+
+    def cancel(self) -> list[str]:
+        """End all jobs of this head that are known; nothing is submitted any more. Returns their ids."""
+        with self._lock:
+            self._cancelled = True
+            ids = [job.record.job for job in self._jobs if job.record is not None and job.record.job]
+            if ids:
+                self._say(f"cancelling {len(ids)} SLURM jobs: {', '.join(ids)}")
+                slurm("scancel", *ids)
+            self._jobs.clear()
+            return ids
+
+    # --- from a stage to a job
+
+    def _advance(self, job: StageJob) -> None:
+        """Look for the manifest; without one, make sure that there is a job."""
+        if published(job.spec, job.step):
+            job.outcome = True
+            return
+        if job.submitted or self._cancelled or time.monotonic() < job.not_before:
+            return
+        try:
+            if job.record is None and not job.retried:
+                self._find_again(job)
+            if not job.submitted:
+                self._submit(job)
+        except (SlurmUnavailable, SlurmLimit) as error:
+            seconds = min(WAIT_SECONDS[0] * 2**job.waits, WAIT_SECONDS[1])
+            job.waits += 1
+            job.not_before = time.monotonic() + seconds
+            if job.said != str(error):
+                job.said = str(error)
+                self._say(f"{job.title}: SLURM takes no job now, trying again: {error}")
+        except (SlurmRefused, ConfigError) as error:
+            job.outcome = self._fail(job, FailureClass.REFUSED, str(error))
+
+    def _find_again(self, job: StageJob) -> None:
+        """The job that an earlier head submitted, when it has not ended."""
+        record = job.folder.read()
+        if record is None or record.failure is not None:
+            return
+        if record.job is None:
+            with self._no_sbatch_under_way(job.folder):
+                ids = find_jobs(record.name)
+            if not ids:
+                return
+            record = job.folder.write(record, job=ids[-1])
+            give_task(ids[-1], self._task(job, self._request(job)), job.folder.path)
+        state = self._watch.query([record.job])[record.job]
+        if state.final:
+            return
+        job.record, job.submitted, job.state = record, True, state
+        self._say(f"{job.title}: going on with SLURM job {record.job} ({state.state})")
+
+    @contextmanager
+    def _no_sbatch_under_way(self, folder: JobFolder) -> Iterator[None]:
+        """Whoever was killed may have left an sbatch behind that is still busy."""
+        folder.path.mkdir(parents=True, exist_ok=True)
+        with folder.submit_lock.open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SlurmUnavailable(
+                    f"{folder.submit_lock}: an earlier sbatch is still under way"
+                ) from None
+            yield
+
+    def _submit(self, job: StageJob) -> None:
+        earlier = job.folder.read()
+        memory, excluded = 1.0, []
+        if earlier is not None:
+            memory = earlier.memory_factor
+            excluded = earlier.excluded if job.retried else []
+        request = self._request(job, memory, excluded)
+        job.folder.path.mkdir(parents=True, exist_ok=True)
+        request.output.parent.mkdir(parents=True, exist_ok=True)
+        text = preamble(self._site, self._code, Path.cwd())
+        log = str(job_log(job.spec, job.step))
+        record = job.folder.intend(
+            request.name,
+            log,
+            earlier,
+            partition=request.partition,
+            excluded=excluded,
+            memory_factor=memory,
+        )
+        id = submit(
+            replace(request, name=record.name),
+            self._task(job, request),
+            job.folder.path,
+            text,
+            job.folder.submit_lock,
+        )
+        job.record = job.folder.write(record, job=id)
+        job.submitted = True
+        self._ask_every = ASK_SECONDS[0]
+        where = f" on {request.partition}" if request.partition else ""
+        self._say(f"{job.title}: SLURM job {id}{where}, log {log}")
+
+    def _request(self, job: StageJob, memory: float = 1.0, excluded: list[str] = ()) -> SbatchRequest:
+        return place_stage(
+            job.spec,
+            self._site,
+            output=job_log(job.spec, job.step).absolute(),
+            step=job.step,
+            walltime_seconds=job.walltime_seconds,
+            warning_seconds=self._warning,
+            memory_factor=memory,
+            exclude=excluded,
+        )
+
+    def _task(self, job: StageJob, request: SbatchRequest) -> str:
+        spec, key = job.spec, self._site.key_of(job.spec.device)
+        task = Task(
+            stage=spec.stage,
+            name=spec.name,
+            step=job.step,
+            folder=str(Path.cwd()),
+            registry=str(job.folder.path.absolute()),
+            arguments=job.command.arguments,
+            variables=job.command.variables,
+            device=spec.device.computed,
+            site_key=f"site.devices.{key}",
+            offered=self._site.devices[key],
+            attempts=f"{spec.folder}/{ATTEMPTS}",
+            time_seconds=request.time_seconds,
+            warning_seconds=request.warning_seconds,
+            requeue=self._site.requeue,
+        )
+        return json.dumps(task.model_dump(mode="json"))
+
+    # --- from a job to an outcome
+
+    def _ask_slurm(self) -> None:
+        running = [job for job in self._jobs if job.submitted and job.outcome is None]
+        urgent = any(job.ended is not None for job in running)
+        now = time.monotonic()
+        if not running or (now < self._ask_at and not urgent):
+            return
+        states = self._watch.query([job.record.job for job in running])
+        changed = False
+        for job in running:
+            new = states[job.record.job]
+            changed |= new.state != job.state.state
+            job.state = new
+        self._ask_every = ASK_SECONDS[0] if changed else min(self._ask_every * 1.5, ASK_SECONDS[1])
+        self._ask_at = now + self._ask_every
+
+    def _judge(self, job: StageJob) -> None:
+        """Has the job ended without a manifest?"""
+        if not job.submitted or job.outcome is not None:
+            return
+        end = job.folder.end(job.record.job)
+        if settled(end):
+            over = True
+        elif end is not None and end.outcome == "error":
+            job.ended = job.ended or time.monotonic()
+            over = job.state.final or time.monotonic() - job.ended > UNTOLD_SECONDS
+        else:
+            over = job.state.final
+        if not over:
+            return
+        if published(job.spec, job.step):  # between the first look and SLURM's answer
+            job.outcome = True
+            return
+        kind = classify(job.state, end)
+        told = f"SLURM job {job.record.job} ended as {job.state.state}"
+        if end is not None:
+            told += f"; its launcher: {end.outcome}, exit code {end.code}, on {end.node}"
+            told += f" ({end.message})" if end.message else ""
+        job.outcome = self._fail(job, kind, told)
+
+    def _fail(self, job: StageJob, kind: FailureClass, told: str) -> Failure:
+        log = job_log(job.spec, job.step)
+        if job.record is not None:
+            changes: dict[str, object] = {"failure": str(kind)}
+            if kind == FailureClass.NODE_FAIL and job.state.nodes:
+                changes["excluded"] = sorted({*job.record.excluded, *expand_nodes(job.state.nodes)})
+            if kind == FailureClass.OUT_OF_MEMORY:
+                changes["memory_factor"] = job.record.memory_factor * 2
+            job.folder.write(job.record, **changes)
+        stage_log = Path(job.spec.log(job.step))
+        lines = [f"{job.title}: {kind}: {told}"]
+        for path in (log, stage_log):
+            if tail := last_lines(path):
+                lines += [f"last lines of {path}:", *(f"  {line}" for line in tail)]
+        return Failure(kind, "\n".join(lines))
+
+
+def published(spec: StageSpec, step: int | None) -> Manifest | None:
+    """The stage's manifest when it is valid and its files are there, in their sizes; the stage itself has hashed them."""
+    path = Path(spec.manifest(step))
+    try:
+        manifest = read_manifest(path)
+    except ManifestError:
+        return None
+    if manifest.identity != spec.identity or manifest.step != step:
+        return None
+    if is_released(path.parent):
+        return manifest
+    files = ((path.parent / name, record.bytes) for name, record in manifest.files.items())
+    return manifest if all(file.is_file() and file.stat().st_size == size for file, size in files) else None

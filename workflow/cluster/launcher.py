@@ -1,0 +1,245 @@
+"""What runs in a job: enters the stage's environment, passes signals on, and decides what its end means. No torch.
+
+The warning before the end (USR2) goes to the launcher alone. It asks SLURM for the deadline, tells the stage in time, and when the
+stage has saved its state it requeues its own job: same id, same folder, next start. What it says at the end of each start
+(``end.json``) is the last word where SLURM forgets or is down.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from engines.config import Config, ConfigError, parse
+from workflow.campaign.site import DeviceSite
+from workflow.cluster.devices import DevicesUnclear, device_variables, query_allocation, visible_devices
+from workflow.cluster.environment import enter
+from workflow.cluster.jobs import EndRecord, write_end
+from workflow.cluster.slurm import SlurmLimit, SlurmRefused, SlurmUnavailable, slurm
+
+PUBLISHED, OWN_ERROR, REFUSED, STOPPED = 0, 1, 64, 75
+"""Exit codes of a stage; see workflow.stages.runner."""
+WARNED_EARLY = 90.0
+"""Seconds by which SLURM's warning before a time limit may come early; a warning still earlier has another reason: preemption."""
+UNPROGRESSED_STARTS = 2
+"""Starts without a new step after which a job is not requeued again."""
+_STOP_CODES = (STOPPED, -signal.SIGUSR2, -signal.SIGTERM, 128 + signal.SIGUSR2, 128 + signal.SIGTERM)
+"""How a stage ends that was stopped: by itself, or, before it listened, by the signal."""
+
+
+class Task(Config):
+    """All that the launcher is told; plain text, so that nothing edited later changes a waiting job."""
+
+    stage: str
+    name: str
+    """Of the stage, for messages."""
+    step: int | None = None
+    folder: str
+    """From which the workflow runs, absolute."""
+    registry: str
+    """The stage's folder in the registry, absolute."""
+    arguments: list[str]
+    """Of the interpreter: ``-m workflow.stages ...``."""
+    variables: dict[str, str]
+    """Environment of the stage."""
+    device: str
+    """Device key that is computed on."""
+    site_key: str
+    """Where the site file describes it, for messages."""
+    offered: DeviceSite
+    attempts: str
+    """The stage's record of starts, relative to ``folder``."""
+    time_seconds: int
+    """Walltime that was asked for."""
+    warning_seconds: int
+    """Before the end, when the stage must be told."""
+    requeue: bool
+
+
+def launch(text: str) -> None:
+    """Run one start of a stage in this job; ends the process with the stage's exit code."""
+    task = parse(Task, json.loads(text))
+    sys.exit(_Start(task).run())
+
+
+class _Start:
+    """One start of a job."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._job = os.environ["SLURM_JOB_ID"]
+        self._restart = int(os.environ.get("SLURM_RESTART_COUNT", 0))
+        self._node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+        self._begun = time.time()
+        self._warned = self._terminated = False
+        self._tell_at: float | None = None
+        """When to tell the stage to save; None: not planned."""
+        self._told = False
+
+    def run(self) -> int:
+        """Run the stage, write the record of its end, requeue where that is due; returns the job's exit code."""
+        task = self._task
+        deadline = self._deadline()
+        self._say(
+            f"job {self._job}, restart {self._restart}, on {self._node}: {task.stage} {task.name}, "
+            f"{max(deadline - time.time(), 0):.0f} s until the deadline"
+        )
+        self._tell_at = deadline - task.warning_seconds
+        for number in (signal.SIGUSR2, signal.SIGTERM):
+            signal.signal(number, self._receive)
+        signal.signal(signal.SIGCONT, signal.SIG_IGN)
+        try:
+            script = self._script()
+        except (ConfigError, DevicesUnclear) as error:
+            return self._end("refused", REFUSED, str(error))
+        code = self._wait(subprocess.Popen(["bash", "-c", script], cwd=task.folder))
+        if code == PUBLISHED:
+            return self._end("published", code)
+        if code == REFUSED:
+            return self._end("refused", code)
+        if code in _STOP_CODES and (self._told or self._terminated):
+            return self._stopped(code)
+        return self._end("stopped" if code == STOPPED else "error", code)
+
+    def _script(self) -> str:
+        task, offered = self._task, self._task.offered
+        variables = dict(task.variables)
+        if task.device != "cpu":
+            text = query_allocation(self._job)
+            variables |= device_variables(
+                task.device, visible_devices(text, self._node, task.device, offered)
+            )
+        return enter(
+            offered.environment,
+            task.arguments,
+            folder=task.folder,
+            variables=variables,
+            device=task.device,
+            cpus=int(os.environ["SLURM_CPUS_ON_NODE"]) if "SLURM_CPUS_ON_NODE" in os.environ else None,
+            cpu_bind=offered.cpu_bind,
+            key=f"{task.site_key}.environment",
+        )
+
+    def _wait(self, child: subprocess.Popen) -> int:
+        """The stage's exit code; until then, pass on what this process is told, when it is time."""
+        passed_term = False
+        while True:
+            if self._warned:
+                self._warned = False
+                self._tell_at = self._warning_time()
+            if self._terminated and not passed_term:
+                passed_term = True
+                child.send_signal(signal.SIGTERM)
+            elif not self._told and self._tell_at is not None and time.time() >= self._tell_at:
+                self._told = True
+                self._say("the end is near: the stage is told to save its state")
+                child.send_signal(signal.SIGUSR2)
+            try:
+                return child.wait(timeout=0.5)
+            except subprocess.TimeoutExpired:
+                continue
+
+    def _receive(self, number: int, frame: object) -> None:
+        if number == signal.SIGTERM:
+            self._terminated = True
+        else:
+            self._warned = True
+
+    def _warning_time(self) -> float:
+        """When the stage has to be told after SLURM's warning: now, unless SLURM is only early."""
+        due, now = self._deadline() - self._task.warning_seconds, time.time()
+        if now < due <= now + WARNED_EARLY:
+            self._say(f"warned {due - now:.0f} s early; the stage goes on until then")
+            return due
+        return now
+
+    def _deadline(self) -> float:
+        """Seconds since the epoch at which SLURM will end this job: asked of it, since extensions and preemption move it."""
+        try:
+            text = slurm("squeue", "-h", "-j", self._job, "-o", "%e", timeout=20).strip()
+            return datetime.datetime.fromisoformat(text).timestamp()
+        except (SlurmUnavailable, SlurmRefused, SlurmLimit, ValueError):
+            pass
+        end = os.environ.get("SLURM_JOB_END_TIME", "")
+        return float(end) if end.isdigit() else self._begun + self._task.time_seconds
+
+    def _stopped(self, code: int) -> int:
+        """The stage has saved its state: requeue this job, unless it is at its end anyway or gets nowhere."""
+        task = self._task
+        state = self._state()
+        if state not in ("RUNNING", None):
+            return self._end("stopped", code, f"the job is {state}")
+        if starts := unprogressed(Path(task.folder, task.attempts), task.step, self._job):
+            return self._end("no progress", code, f"no new step in {starts} starts of this job")
+        if not task.requeue:
+            return self._end("requeue refused", code, "the site does not requeue jobs")
+        self._end("requeued", code)
+        try:
+            slurm("scontrol", "requeue", self._job)
+        except (SlurmUnavailable, SlurmRefused, SlurmLimit) as error:
+            return self._end("requeue refused", code, str(error))
+        self._say("requeued")
+        time.sleep(30)  # SLURM ends this start
+        return STOPPED
+
+    def _state(self) -> str | None:
+        try:
+            return (
+                slurm("squeue", "--states=all", "-h", "-j", self._job, "-o", "%T", timeout=20).strip() or None
+            )
+        except (SlurmUnavailable, SlurmRefused, SlurmLimit):
+            return None
+
+    def _end(self, outcome: str, code: int, message: str = "") -> int:
+        self._say(f"{outcome}, exit code {code}{': ' + message if message else ''}")
+        write_end(
+            Path(self._task.registry),
+            EndRecord(
+                job=self._job,
+                restart=self._restart,
+                outcome=outcome,
+                code=code,
+                node=self._node,
+                terminated=self._terminated,
+                message=message,
+                at=time.time(),
+            ),
+        )
+        return code if 0 <= code < 128 else OWN_ERROR
+
+    def _say(self, text: str) -> None:
+        clock = datetime.datetime.now().isoformat(timespec="seconds")
+        print(f"{clock} baton launcher: {text}", flush=True)
+
+
+def unprogressed(attempts: Path, segment: int | None, job: str) -> int:
+    """Starts of ``job``, the last ones, that brought no new step; 0 while there are fewer than two of them.
+
+    A start's last step is in its own record; of a killed one it shows in where the next start began.
+    """
+    starts: dict[int, dict] = {}
+    if attempts.exists():
+        for line in attempts.read_text(encoding="utf-8").splitlines():
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if entry["segment"] == segment:
+                starts.setdefault(entry["number"], {}).update(entry)
+    without = 0
+    for number in sorted(starts, reverse=True):
+        start = starts[number]
+        following = starts.get(number + 1, {})
+        reached = start.get("last_step") or (following.get("first_step") or 1) - 1
+        before = max((s.get("last_step") or 0 for n, s in starts.items() if n < number), default=0)
+        if start.get("job") != job or reached > before:
+            break
+        without += 1
+    return without if without >= UNPROGRESSED_STARTS else 0
