@@ -231,13 +231,13 @@ def _non_finite(subject: Subject, model: Path, good: list[Sequence], bad: list[S
     return before, metrics, after, dict(exported(first)), dict(exported(second))
 
 
-def check_budget(subject: Subject) -> None:
+def check_budget(subject: Subject, timeout: float = 60) -> None:
     """The token budget is a hard cap; one rank's longer sequence is an error on all, after which training goes on."""
     recording = Subject(
         subject.model_type, subject.backend, subject.device, subject.layout, _recording(subject)
     )
     lengths = (*LENGTHS[:-1], 41)
-    ranks = recording.run(_budget, subject.model(), batches(1)[0], batches(1, lengths)[0], timeout=30)
+    ranks = recording.run(_budget, subject.model(), batches(1)[0], batches(1, lengths)[0], timeout=timeout)
     for message, before, after, sizes, _ in ranks:
         require("41" in message and "token_budget" in message, f"the error says: {message}")
         require_equal_tensors("parameter after the refusal", after, before)

@@ -5,6 +5,7 @@ Tolerances (float32): loss 1e-6 relative; a tensor's gradient 5e-6 of its norm; 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def check_training(
 
 def _train(
     subject: Subject,
-    model: Any,
+    model: Path,
     steps: list[list[Sequence]],
     loss: Any,
     how: dict[str, Any],
@@ -92,7 +93,7 @@ def check_uneven_ranks(subject: Subject) -> None:
 
 
 def _train_unevenly(
-    subject: Subject, model: Any, steps: list[list[Sequence]]
+    subject: Subject, model: Path, steps: list[list[Sequence]]
 ) -> tuple[list[dict], dict[str, Tensor]]:
     engine = subject.engine(model)
     rank, size = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
@@ -141,7 +142,7 @@ def check_inference(
     )
 
 
-def _infer(subject: Subject, model: Any, sequences: list[Sequence], settings: dict[str, Any]) -> tuple:
+def _infer(subject: Subject, model: Path, sequences: list[Sequence], settings: dict[str, Any]) -> tuple:
     engine = subject.engine(model, **settings)
     batch = share(engine, sequences)
     with engine.eval_mode():
@@ -181,21 +182,22 @@ def _cosine(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
 
 def check_value_head(subject: Subject) -> None:
     """A head that is not in the folder is drawn from the seed alone, the same on every rank and layout, and it learns."""
+    model = subject.but(model_type="language_model").model()
     heads = {}
     for seed in (0, 1):
-        drawn = subject.run(_value_head, seed)
+        drawn = subject.run(_value_head, model, seed)
         for before, after in drawn:
             require(torch.equal(before, drawn[0][0]), "ranks drew different value heads")
             require(not torch.equal(before, after), "the value head did not learn")
         heads[seed] = drawn[0][0]
     require(not torch.equal(heads[0], heads[1]), "the value head does not depend on the seed")
     if subject.layout != "world 1":
-        alone = subject.but(layout="world 1").run(_value_head, 0)[0][0]
+        alone = subject.but(layout="world 1").run(_value_head, model, 0)[0][0]
         require(torch.equal(alone, heads[0]), "the value head depends on the layout")
 
 
-def _value_head(subject: Subject, seed: int) -> tuple[Tensor, Tensor]:
-    engine = subject.engine(subject.but(model_type="language_model").model(), seed=seed)
+def _value_head(subject: Subject, model: Path, seed: int) -> tuple[Tensor, Tensor]:
+    engine = subject.engine(model, seed=seed)
     before = dict(exported(engine))["score.weight"]
     with engine.train_mode():
         engine.train_batch(share(engine, batches(1)[0]), subject.loss)
@@ -217,7 +219,7 @@ def check_schedule(subject: Subject, name: str) -> None:
 
 
 def _train_on_schedule(
-    subject: Subject, model: Any, steps: list[list[Sequence]], optimizer: dict[str, Any], total: int
+    subject: Subject, model: Path, steps: list[list[Sequence]], optimizer: dict[str, Any], total: int
 ) -> tuple[list[dict], dict[str, Tensor]]:
     engine = subject.engine(model, optimizer, total_steps=total)
     with engine.train_mode():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import sys
+from pathlib import Path
+
 import pytest
 
 from engines.registry import EngineRegistry
@@ -35,6 +39,7 @@ SUBJECTS = [Subject(*triple, layout) for triple in TRIPLES for layout in LAYOUTS
 ON_TWO = [Subject(*triple, "world 2") for triple in TRIPLES]
 VALUE_MODELS = [subject for subject in SUBJECTS if subject.model_type == "value_model"]
 
+ALLOWED = ("torch", "transformers", "safetensors")
 everywhere = pytest.mark.parametrize("subject", SUBJECTS, ids=str)
 on_two_ranks = pytest.mark.parametrize("subject", ON_TWO, ids=str)
 
@@ -46,6 +51,15 @@ def test_nothing_that_is_built_is_left_out() -> None:
         for backend in ("fsdp", "fsdp2")
     }
     assert len(SUBJECTS) == 16
+
+
+def test_the_reference_knows_no_engine() -> None:
+    tree = ast.parse((Path(__file__).parent / "reference.py").read_text())
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    imported |= {
+        alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
+    }
+    assert {name.partition(".")[0] for name in imported} <= {*sys.stdlib_module_names, *ALLOWED}
 
 
 @everywhere

@@ -27,10 +27,11 @@ from tests.conformance.check_numbers import (
     check_inference,
     check_schedule,
     check_training,
+    check_value_head,
 )
 from tests.conformance.check_states import check_export, check_resume
 from tests.conformance.subject import Mismatch, Subject, local
-from tests.support.ranks import RankFailed
+from tests.support.ranks import RankFailed, RanksStuck
 
 EngineClass = type[BaseEngine]
 
@@ -55,16 +56,6 @@ def leak_across_sequences(good: EngineClass) -> EngineClass:
                 "Segments",
                 lambda bounds, device: segments(bounds[[0, -1]], device),
             ):
-                return super().forward_micro_batch(model, micro_batch, entropy)
-
-    return Bad
-
-
-def positions_not_restarted(good: EngineClass) -> EngineClass:
-    class Bad(good):
-        def forward_micro_batch(self, model: Any, micro_batch: MicroBatch, entropy: bool) -> Any:
-            everywhere = property(lambda batch: torch.arange(batch.num_tokens))
-            with mock.patch.object(type(micro_batch.batch), "position_ids", everywhere):
                 return super().forward_micro_batch(model, micro_batch, entropy)
 
     return Bad
@@ -141,8 +132,8 @@ def order_not_restored(good: EngineClass) -> EngineClass:
     """Outputs come in the order of execution."""
 
     class Bad(good):
-        def _run(self, batch: Any, *args: Any) -> Any:
-            step = super()._run(batch, *args)
+        def _run(self, batch: Any, *args: Any, **named: Any) -> Any:
+            step = super()._run(batch, *args, **named)
             if step.outputs:
                 names = step.outputs[0][1]
                 joined = {name: torch.cat([outputs[name] for _, outputs in step.outputs]) for name in names}
@@ -286,10 +277,39 @@ def budget_of_each_rank_s_own(good: EngineClass) -> EngineClass:
     """Only the rank that has the long sequence notices."""
 
     class Bad(good):
-        def _run(self, batch: Any, *args: Any) -> Any:
+        def _run(self, batch: Any, *args: Any, **named: Any) -> Any:
             if int(batch.lengths.max()) > self.config.token_budget:
                 raise SequenceTooLongError("41 tokens, token_budget is 40")
-            return super()._run(batch, *args)
+            return super()._run(batch, *args, **named)
+
+    return Bad
+
+
+def value_of_the_token_itself(good: EngineClass) -> EngineClass:
+    """values[t] has seen token t."""
+
+    class Bad(good):
+        def forward_micro_batch(self, model: Any, micro_batch: MicroBatch, entropy: bool) -> Any:
+            outputs = super().forward_micro_batch(model, micro_batch, entropy)
+            return replace(outputs, values=outputs.values.roll(-1))
+
+    return Bad
+
+
+def value_head_without_gradient(good: EngineClass) -> EngineClass:
+    class Bad(good):
+        def optimizer_step(self) -> Any:
+            self.module.score.weight.grad = None
+            return super().optimizer_step()
+
+    return Bad
+
+
+def value_head_ignores_the_seed(good: EngineClass) -> EngineClass:
+    class Bad(good):
+        def build(self) -> None:
+            self.config = self.config.model_copy(update={"seed": 7})
+            super().build()
 
     return Bad
 
@@ -319,6 +339,7 @@ class Plant:
     says: str
     how: dict[str, Any] = field(default_factory=dict)
     layout: str = "world 1"
+    model_type: str = "language_model"
     raises: type[AssertionError] = Mismatch
 
 
@@ -327,13 +348,12 @@ PLANTS = [
     Plant(off_by_one_label, check_training, "loss of step 0"),
     Plant(leak_across_sequences, check_inference, "differs from the reference"),
     Plant(leak_across_sequences, check_training, "loss of step 0"),
-    Plant(positions_not_restarted, check_inference, "differs from the reference"),
     Plant(mean_per_micro_batch, check_training, "loss of step 0"),
     Plant(gradient_scale_missing, check_training, "gradient norm of step 0", layout="world 2"),
     Plant(last_micro_batch_dropped, check_training, "loss of step 0"),
     Plant(gradients_not_zeroed, check_training, "gradient norm of step 1"),
     Plant(gradients_not_zeroed, check_contract, "gradients are left", raises=RankFailed),
-    Plant(clipping_forgotten, check_training, "parameter"),
+    Plant(clipping_forgotten, check_training, "loss of step 1"),
     Plant(clipping_of_each_rank_s_own_norm, check_training, "gradient norm of step 0", layout="world 2"),
     Plant(temperature_ignored, check_inference, "log_probs differs", {"temperature": 0.7}),
     Plant(order_not_restored, check_inference, "differs from the reference"),
@@ -342,26 +362,41 @@ PLANTS = [
     ),
     Plant(last_shard_dropped_in_export, check_export, "not bit for bit equal", layout="world 2"),
     Plant(last_unit_dropped_in_export, check_export, "missing"),
-    Plant(last_shard_dropped_in_save, check_resume, "", layout="world 2"),
+    Plant(last_shard_dropped_in_save, check_resume, "loss of step 0", layout="world 2"),
     Plant(scheduler_not_restored, check_resume, "scalars"),
     Plant(optimizer_not_restored, check_resume, "restored state"),
-    Plant(optimizer_not_saved, check_resume, "of step 0"),
+    Plant(optimizer_not_saved, check_resume, "of step 1"),
     Plant(dropout_in_inference, check_modes, "dropout in inference?"),
     Plant(dropout_never, check_modes, "no dropout"),
     Plant(dropout_from_the_global_stream, check_resume, "of step 0", {"attention_dropout": 0.3}),
-    Plant(scheduler_steps_per_micro_batch, check_schedule, "learning rate of step 1", {"name": "cosine"}),
+    Plant(scheduler_steps_per_micro_batch, check_schedule, "learning rate of step 0", {"name": "cosine"}),
     Plant(non_finite_steps_taken, check_non_finite_step, "metrics say"),
     Plant(offloaded_parts_usable, check_residency, "did not raise OffloadedPartError", raises=RankFailed),
-    Plant(budget_of_each_rank_s_own, check_budget, "", layout="world 2", raises=AssertionError),
+    Plant(
+        budget_of_each_rank_s_own,
+        check_budget,
+        "not finished",
+        {"timeout": 10},
+        layout="world 2",
+        raises=RanksStuck,
+    ),
     Plant(optimizer_though_forward_only, check_forward_only, "there is optimizer state", raises=RankFailed),
+    Plant(value_of_the_token_itself, check_inference, "values differs", model_type="value_model"),
+    Plant(value_head_without_gradient, check_value_head, "did not learn", model_type="value_model"),
+    Plant(
+        value_head_ignores_the_seed,
+        check_value_head,
+        "does not depend on the seed",
+        layout="world 2",
+        model_type="value_model",
+    ),
     Plant(loss_counted_on_every_rank, check_contract, "counted", layout="world 2"),
 ]
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: f"{plant.defect.__name__}-{plant.check.__name__}")
 def test_a_planted_defect_is_caught(plant: Plant) -> None:
-    subject = Subject("language_model", "fsdp2", layout=plant.layout, defect=plant.defect)
+    subject = Subject(plant.model_type, "fsdp2", layout=plant.layout, defect=plant.defect)
     with pytest.raises(plant.raises) as caught:
         plant.check(subject, **plant.how)
-    print(caught.value)
     assert plant.says in str(caught.value)

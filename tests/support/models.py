@@ -54,7 +54,8 @@ def save_tiny_model(
         torch.manual_seed(seed)
         model = model_type(config_type(**{**_COMMON, **own, **overrides}))
         for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms start at 1 and biases at 0, which would hide what is done with them
+            # Norms start at 1 and biases at 0, which would hide what is done with them.
+            if parameter.ndim == 1:
                 parameter.data.add_(0.2 * torch.randn_like(parameter))
         model.save_pretrained(folder)
         if value_head:

@@ -79,6 +79,10 @@ def _rank(
         answer = ("error", (type(error).__name__, str(error), traceback.format_exc()))
     # Plain pickle: torch's own reducer would share tensors through files that die with this process.
     pipe.send_bytes(pickle.dumps(answer))
+    if answer[0] == "result":
+        time.sleep(
+            timeout
+        )  # until the parent ends it: its end would break what a slower rank still has to receive
 
 
 def _collect(ranks: list[Any], pipes: list[Connection], timeout: float) -> list[Any]:
@@ -102,9 +106,9 @@ def _collect(ranks: list[Any], pipes: list[Connection], timeout: float) -> list[
                 answers[rank] = ("error", ("Died", f"exit code {ranks[rank].exitcode}", "(no traceback)"))
             if answers[rank][0] == "error" and failed_at is None:
                 failed_at = time.monotonic()
-    errors = {rank: value for rank, (kind, value) in sorted(answers.items()) if kind == "error"}
+    errors = {rank: value for rank, (kind, value) in answers.items() if kind == "error"}
     if errors:
-        first = next(iter(errors))
+        first = next(iter(errors))  # in time: the others may have failed because of it
         stuck = (
             f"; ranks without an answer: {stuck}"
             if (stuck := sorted(set(range(len(ranks))) - answers.keys()))
