@@ -132,6 +132,10 @@ def test_names_shapes_types_and_roles_are_checked_before_anything_is_filled(tmp_
     with pytest.raises(StateKeyMismatch, match=r"no role 'critic', it has \['actor'\]"):
         load_shards(path, "critic", {"a": a})
     assert torch.equal(a, torch.zeros(2))
+    with pytest.raises(StateKeyMismatch, match=r"1 missing \(c\)$"):
+        load_shards(path, "actor", {"a": a, "c": torch.zeros(3)}, partial=True)
+    load_shards(path, "actor", {"a": a}, partial=True)
+    assert torch.equal(a, torch.ones(2))
 
 
 def _indexes(folder: Path, blocks: list[tuple[int, int]], scalars: list[dict]) -> list:

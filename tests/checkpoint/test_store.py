@@ -75,6 +75,8 @@ def test_newest_is_the_largest_step_and_none_without_states(tmp_path: Path) -> N
     for step in (999_999, 1_000_000, 5):
         save(store, step)
     assert store.newest() == tmp_path / "step1000000"
+    assert store.newest(at_most=999_999) == tmp_path / "step999999"
+    assert store.newest(at_most=4) is None
 
 
 def _remove_state_file(path: Path) -> None:
