@@ -17,6 +17,8 @@ import torch
 import torch._dynamo  # DTensor imports it on first use, for seconds: better once, before forking
 import torch.distributed as dist
 
+torch.set_num_threads(1)  # here too: a pool of threads does not survive a fork
+
 
 class RankFailed(AssertionError):
     """A rank raised or died; the message holds its traceback. ``errors`` maps ranks to (exception name, message)."""
