@@ -43,19 +43,26 @@ class Holder:
 class FolderLock:
     """At most one living process holds the lock of a folder. Use as a context manager, or ``acquire`` and ``release``.
 
-    A requeued job takes its own lock back; another job's is taken when SLURM says that it has ended.
+    A requeued job takes its own lock back; another job's is taken when SLURM says that it has ended. SLURM may be wrong about a node
+    that it lost: whoever still works there finds at the next heartbeat that the lock is another's, and must stop.
 
     Args:
         folder: what is locked.
         name: of the lock's file.
         job_is_final: asks SLURM whether a job has ended; without it a holder on another host is told by its heartbeat alone.
+        on_lost: called from the heartbeat's thread when somebody else has taken the lock.
     """
 
     def __init__(
-        self, folder: Path, name: str = "lock.json", job_is_final: Callable[[str], bool] | None = None
+        self,
+        folder: Path,
+        name: str = "lock.json",
+        job_is_final: Callable[[str], bool] | None = None,
+        on_lost: Callable[[], None] | None = None,
     ) -> None:
         self.path = Path(folder) / name
         self._job_is_final = job_is_final
+        self._on_lost = on_lost
         self._stop = threading.Event()
         self._mine = False
 
@@ -129,6 +136,10 @@ class FolderLock:
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
+            holder = self.holder()
+            if holder is not None and holder != _myself() and not self._stop.is_set() and self._on_lost:
+                self._on_lost()
+                return
             try:
                 os.utime(self.path)
             except FileNotFoundError:

@@ -1,7 +1,7 @@
 """The registry: which SLURM job works on which stage, written before and after submission. No torch.
 
-``<results>/.jobs/<stage>-<id>[-step000020]/`` holds ``job.json`` (this module), ``end.json`` (what the launcher says at the end of
-each start) and submitit's files. A job gets a name that no other ever had; it is written down *before* sbatch is called, and the
+``<results>/.jobs/<stage>-<id>[-step000020]/`` holds ``job.json`` (this module), ``start.json`` and ``end.json`` (what the launcher
+says at both ends of each start) and submitit's files. A job gets a name that no other ever had; it is written down *before* sbatch is called, and the
 job's id after. Whoever finds a name without an id asks SLURM for the name, so no crash can make a job unknown or double.
 """
 
@@ -18,7 +18,7 @@ from workflow.campaign.plan import StageSpec
 from workflow.manifest import write_json
 
 FOLDER = ".jobs"
-JOB_FILE, END_FILE, SUBMIT_LOCK = "job.json", "end.json", "submit.lock"
+JOB_FILE, START_FILE, END_FILE, SUBMIT_LOCK = "job.json", "start.json", "end.json", "submit.lock"
 
 
 class JobRecord(Config):
@@ -46,6 +46,16 @@ class JobRecord(Config):
     """Times the share of host memory: more after the job ran out of it."""
     failure: str | None = None
     """Failure class, when it ended without a manifest."""
+
+
+class StartRecord(Config):
+    """What the launcher says at the beginning of a start."""
+
+    job: str
+    restart: int
+    node: str
+    at: float
+    """Seconds since the epoch."""
 
 
 class EndRecord(Config):
@@ -106,9 +116,21 @@ class JobFolder:
         return end if end is not None and end.job == job else None
 
 
+def write_start(folder: Path, start: StartRecord) -> None:
+    """Leave the launcher's record of a start in a stage's folder of the registry."""
+    write_json(folder / START_FILE, start.model_dump(mode="json"))
+
+
+def read_start(folder: Path) -> StartRecord | None:
+    """The newest start of the stage's newest job."""
+    return _read(folder / START_FILE, StartRecord)
+
+
 def write_end(folder: Path, end: EndRecord) -> None:
-    """Leave the launcher's record in a stage's folder of the registry."""
-    write_json(folder / END_FILE, end.model_dump(mode="json"))
+    """Leave the launcher's record of an end; nothing when a later start has begun, for which SLURM gave this one up."""
+    start = read_start(folder)
+    if start is None or (start.job, start.restart) == (end.job, end.restart):
+        write_json(folder / END_FILE, end.model_dump(mode="json"))
 
 
 def read_jobs(results: Path) -> list[tuple[Path, JobRecord]]:

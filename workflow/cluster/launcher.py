@@ -21,7 +21,7 @@ from engines.config import Config, ConfigError, parse
 from workflow.campaign.site import DeviceSite
 from workflow.cluster.devices import DevicesUnclear, device_variables, query_allocation, visible_devices
 from workflow.cluster.environment import enter
-from workflow.cluster.jobs import EndRecord, write_end
+from workflow.cluster.jobs import EndRecord, StartRecord, write_end, write_start
 from workflow.cluster.slurm import SlurmLimit, SlurmRefused, SlurmUnavailable, slurm
 
 PUBLISHED, OWN_ERROR, REFUSED, STOPPED = 0, 1, 64, 75
@@ -86,6 +86,10 @@ class _Start:
     def run(self) -> int:
         """Run the stage, write the record of its end, requeue where that is due; returns the job's exit code."""
         task = self._task
+        write_start(
+            Path(task.registry),
+            StartRecord(job=self._job, restart=self._restart, node=self._node, at=self._begun),
+        )
         deadline = self._deadline()
         self._say(
             f"job {self._job}, restart {self._restart}, on {self._node}: {task.stage} {task.name}, "

@@ -161,7 +161,7 @@ def run(stage: str, plan_path: Path, key: str, step: int | None = None) -> int:
         print(f"{stage} {key}: refused: {error}", file=sys.stderr)
         return REFUSED
     output = Path(spec.output_folder(step))
-    lock = FolderLock(Path(spec.folder), job_is_final=job_is_final)
+    lock = FolderLock(Path(spec.folder), job_is_final=job_is_final, on_lost=lambda: os._exit(STOPPED))
     if _published(spec, output) is not None:
         return PUBLISHED
     _wait_for(lock, spec)

@@ -1,0 +1,200 @@
+"""A campaign on a real SLURM, undisturbed and disturbed in every way that clusters know; its weights are always the same bits."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.slurm.relay import PATIENCE, Relay
+
+pytestmark = pytest.mark.slurm
+SLOW = {"RELAY_PAUSE": "0.4"}
+"""About three seconds a step."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster, tmp_path_factory) -> Relay:
+    """The campaign from its first stage to its report."""
+    relay = Relay.create(tmp_path_factory.mktemp("relay") / "undisturbed", cluster)
+    head = relay.start(only_training=False)
+    assert head.wait(2 * PATIENCE) == 0, head.said()
+    relay.said = head.said()
+    return relay
+
+
+@pytest.fixture
+def half(undisturbed, request) -> Relay:
+    """A folder in which the second segment of training is still to be run."""
+    return undisturbed.half(undisturbed.folder.parent / request.node.name)
+
+
+@pytest.fixture
+def closed(cluster):
+    """The ascend partitions take jobs and start none until ``closed()`` is called."""
+    names = ("ascend", "ascend-low")
+
+    def set_state(state: str) -> None:
+        for name in names:
+            cluster.run("scontrol", "update", f"PartitionName={name}", f"State={state}")
+
+    set_state("DOWN")
+    yield lambda: set_state("UP")
+    set_state("UP")
+
+
+def test_each_stage_is_a_job_on_the_partition_of_its_device_key(undisturbed):
+    said = undisturbed.said
+    for stage in ("sft", "train", "evaluate"):
+        assert f"on ascend, log results/store/{stage}/" in said
+    for stage in ("convert", "export"):
+        assert f"on cuda, log results/store/{stage}/" in said
+    assert (undisturbed.folder / "results/relay/report.html").exists()
+    assert undisturbed.train.device.asked == "npu"
+    assert undisturbed.train.device.computed == "cpu"
+    assert len(undisturbed.jobs_submitted()) == 1
+
+
+def test_a_killed_head_finds_its_job_again_while_it_waits_and_while_it_runs(undisturbed, half, closed):
+    head = half.start(**SLOW)
+    waiting = half.job(head, "PENDING")
+    head.kill()
+
+    head = half.start(**SLOW)
+    half.until(head, "the waiting job", lambda: f"going on with SLURM job {waiting.job}" in head.said())
+    second = half.start(**SLOW)
+    assert second.wait() != 0
+    assert f"another head is running: results is in use by process {head.process.pid}" in second.said()
+
+    closed()
+    half.steps(head, 1)
+    head.kill()
+    head = half.start(**SLOW)
+    assert head.wait() == 0, head.said()
+    assert f"going on with SLURM job {waiting.job}" in head.said()
+    assert half.jobs_submitted() == {waiting.job}
+    assert [start["end"] for start in half.starts()] == ["published"]
+    assert half.weights() == undisturbed.weights()
+
+
+def test_a_crash_between_submission_and_its_record_is_resolved_by_the_jobs_name(undisturbed, half, closed):
+    head = half.start(**SLOW)
+    waiting = half.job(head, "PENDING")
+    head.kill()
+    folder = half.folder / f"results/.jobs/train-{half.train.id}-step000006"
+    record = folder / "job.json"
+    record.write_text(record.read_text().replace(f'"job": "{waiting.job}"', '"job": null'))
+    (folder / waiting.job / f"{waiting.job}_submitted.pkl").unlink()
+
+    head = half.start(**SLOW)
+    half.until(head, "the job", lambda: f"going on with SLURM job {waiting.job}" in head.said())
+    closed()
+    assert head.wait() == 0, head.said()
+    assert half.jobs_submitted() == {waiting.job}
+    assert half.weights() == undisturbed.weights()
+
+
+def test_a_cancelled_job_is_not_tried_again_until_somebody_asks(undisturbed, half):
+    head = half.start(**SLOW)
+    job = half.job(head, "RUNNING").job
+    half.steps(head, 1)
+    half.cluster.run("scancel", job)
+    assert head.wait() != 0
+    assert "CANCELLED: SLURM job" in head.said()
+    assert half.jobs_submitted() == {job}
+
+    head = half.start()
+    assert head.wait() == 0, head.said()
+    assert half.weights() == undisturbed.weights()
+
+
+def test_ctrl_c_ends_the_jobs_and_says_how_many(half):
+    head = half.start(**SLOW)
+    job = half.job(head, "RUNNING").job
+    head.interrupt()
+    assert head.wait() != 0
+    assert f"cancelling 1 SLURM jobs: {job}" in head.said()
+    state = half.cluster.run("squeue", "--states=all", "-h", "-j", job, "-o", "%T").strip()
+    assert state in ("CANCELLED", "COMPLETING")
+
+
+def test_at_the_time_limit_the_state_is_saved_and_the_same_job_goes_on(undisturbed, half):
+    options = ("--set-resources", "train:runtime=1", "--baton-warning", "25")
+    head = half.start(*options, RELAY_PAUSE="2")  # 16 s a step: three do not fit into the minute
+    assert head.wait(2 * PATIENCE) == 0, head.said()
+    job = half.record().job
+    assert half.jobs_submitted() == {job}
+    ends = [(start["job"], start["restart"], start["end"]) for start in half.starts()]
+    assert ends == [(job, 0, "stopped"), (job, 1, "published")]
+    assert half.weights() == undisturbed.weights()
+
+
+def test_a_preempted_job_saves_and_comes_back(undisturbed, half):
+    head = half.start(**SLOW, overrides="site.devices.npu.preemptible=true")
+    job = half.job(head, "RUNNING")
+    assert job.partition == "ascend-low"
+    half.steps(head, 1)
+    options = ("-p", "ascend", "-N2", "--exclusive", "--mem=0", "-t1", "-o", "/dev/null", "--wrap", "sleep 3")
+    half.cluster.run("sbatch", *options)
+    assert head.wait() == 0, head.said()
+    assert half.jobs_submitted() == {job.job}
+    starts = half.starts()
+    assert [start["restart"] for start in starts] == list(range(len(starts)))
+    assert len(starts) > 1
+    assert half.weights() == undisturbed.weights()
+
+
+def test_a_job_whose_node_goes_down_comes_back_on_another(undisturbed, half):
+    head = half.start(**SLOW)
+    job = half.job(head, "RUNNING").job
+    half.steps(head, 1)
+    node = half.cluster.run("squeue", "-h", "-j", job, "-o", "%N").strip()
+    half.cluster.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
+    try:
+        assert head.wait() == 0, head.said()
+    finally:
+        half.cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    assert half.jobs_submitted() == {job}
+    assert [start["restart"] for start in half.starts()][-1] >= 1
+    assert half.weights() == undisturbed.weights()
+
+
+def test_without_sacct_and_over_a_restart_of_the_controller(undisturbed, half):
+    cluster = half.cluster
+    cluster.stop_daemon("slurmdbd")
+    try:
+        head = half.start(**SLOW)
+        job = half.job(head, "RUNNING").job
+        cluster.stop_daemon("slurmctld")
+        time.sleep(3)
+        cluster.start_daemon("slurmctld")
+        half.steps(head, 1)
+        half.until(head, "the controller", lambda: cluster.run("squeue", "-h", check=False))
+        cluster.run("scancel", job)
+        assert head.wait() != 0
+        assert "CANCELLED: SLURM job" in head.said()
+        head = half.start()
+        assert head.wait() == 0, head.said()
+    finally:
+        cluster.start_daemon("slurmdbd")
+    assert half.weights() == undisturbed.weights()
+
+
+def test_an_impossible_request_is_refused_with_slurms_reason(half):
+    head = half.start(overrides="site.devices.npu.gres=gpu:{devices}")
+    assert head.wait() != 0
+    assert "refused: " in head.said()
+    assert "Requested node configuration is not available" in head.said()
+    assert "Trying to restart job" not in head.said()
+    assert half.jobs_submitted() == set()
+
+
+def test_a_stages_own_error_is_not_tried_again_and_shows_its_log(half, tmp_path):
+    bad = tmp_path / "bad"
+    bad.touch()
+    head = half.start(RELAY_FAIL=str(bad))
+    assert head.wait() != 0
+    assert "own error: SLURM job" in head.said()
+    assert "told to fail" in head.said()
+    assert "Trying to restart job" not in head.said()
+    assert len(half.starts()) == 1
