@@ -59,6 +59,11 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         result["trl"] = run([str(args.trl_python), str(HERE / "trl_grpo.py")], args)
         speed, memory = "completion_tokens_per_second", "peak_rss_bytes"
         result["ratio_to_trl"] = result["ours"][speed] / result["trl"][speed]
+        # On a busy machine this ratio is the steadier one: both sides run on one thread.
+        per_cpu_second = [
+            side["completion_tokens"] / side["cpu_seconds"] for side in (result["ours"], result["trl"])
+        ]
+        result["cpu_ratio_to_trl"] = per_cpu_second[0] / per_cpu_second[1]
         result["memory_ratio_to_trl"] = result["ours"][memory] / result["trl"][memory]
     return result
 
@@ -95,6 +100,7 @@ def measure(steps: int, seed: int) -> dict[str, Any]:
     return {
         **total,
         "seconds": seconds,
+        "cpu_seconds": total["generation_cpu_seconds"] + total["update_cpu_seconds"],
         "completion_tokens_per_second": total["completion_tokens"] / seconds,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "steps": steps,
@@ -126,11 +132,11 @@ def iteration(group: Any, step: int, prompts: list[list[int]]) -> dict[str, floa
     from workflow.rl.batches import border, rollout_batch
     from workflow.rl.losses import PolicyLoss
 
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), time.process_time()
     places = [(i, sample) for i in range(len(prompts)) for sample in range(SAMPLES_PER_PROMPT)]
     requests = [Request(prompts[i], stream_key("bench", step, i, sample)) for i, sample in places]
     responses = group.generate(requests, SamplingParams(max_new_tokens=MAX_COMPLETION_LENGTH))
-    generated = time.perf_counter()
+    generated, cpu_generated = time.perf_counter(), time.process_time()
     batch = rollout_batch([prompts[i] for i, _ in places], responses, [i for i, _ in places])
     scores = torch.tensor([even_share(response.token_ids) for response in responses], dtype=torch.float64)
     advantages = grpo(scores, batch.sequences["group"], batch.tokens["loss_mask"], batch.cu_seqlens, True)
@@ -146,6 +152,8 @@ def iteration(group: Any, step: int, prompts: list[list[int]]) -> dict[str, floa
         "completion_tokens": sum(len(response.token_ids) for response in responses),
         "generation_seconds": generated - started,
         "update_seconds": time.perf_counter() - generated,
+        "generation_cpu_seconds": cpu_generated - cpu_started,
+        "update_cpu_seconds": time.process_time() - cpu_generated,
     }
 
 

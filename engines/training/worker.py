@@ -84,13 +84,12 @@ class TrainingWorker:
             yield from self.engine.get_per_tensor_param()
 
     def save(self, folder: Path) -> ShardIndex:
-        """Write this rank's part of the role's state into ``folder``. Collective."""
+        """Write this rank's part into ``folder``, which is the state's folder for this role. Collective."""
         return self.engine.save_checkpoint(folder)
 
     def load(self, folder: Path) -> None:
-        """Restore the role from the committed state that ``folder`` is in or is (any layout). Collective."""
-        own = folder if folder.name == self.spec.name else folder / self.spec.name
-        self.engine.load_checkpoint(own)
+        """Restore the role from the committed training state ``folder``, written by any layout. Collective."""
+        self.engine.load_checkpoint(folder / self.spec.name)
 
     def export(self, folder: Path) -> None:
         """Write the weights as a Hugging Face folder; rank 0 writes. Collective."""
