@@ -52,6 +52,7 @@ bench: $(VENV)/.full $(VENV)-trl/.done ## speed and memory, written to results/b
 	@echo "== planning";    $(BIN)/python -m bench.plan
 	@echo "== update";      $(BIN)/python -m bench.update
 	@echo "== GRPO beside TRL"; $(BIN)/python -m bench.grpo --trl-python $(VENV)-trl/bin/python
+	@echo "== growth";      $(BIN)/python -m bench.growth
 
 clean: ## remove results and environments
 	rm -rf results .snakemake $(VENV) $(VENV)-trl
