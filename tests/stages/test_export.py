@@ -6,14 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engines.checkpoint import StateDamaged, StateKeyMismatch, StateStore
+from engines.checkpoint import ShardIndex, StateDamaged, StateKeyMismatch, StateStore
 from engines.checkpoint.shards import Shard, write_shards
+from engines.config import EngineConfig, LayoutConfig, OptimizerConfig
 from engines.hf_checkpoint import on_disk_parameters
+from engines.training.batch import PackedBatch
 from engines.training.hf_export import parse_size, write_weights
+from engines.training.worker import TrainingWorker
+from engines.workers.spec import RoleSpec
+from tests.support.ranks import run_ranks
 from tests.support.tiny_model import ARCHITECTURE, DATA, TINY
+from workflow.rl.losses import SftLoss
 from workflow.stages.convert import convert
 from workflow.stages.export import export, model_of_state
 from workflow.stages.model_check import ModelMismatch, load_model, probe_ids, probe_logits
@@ -34,6 +41,37 @@ def trained(base: Path) -> dict[str, torch.Tensor]:
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
     return {f"model.{name}": tensor.detach() for name, tensor in on_disk_parameters(model).items()}
+
+
+def train_and_save(
+    base: Path, folder: Path, backend: str, ranks: int
+) -> tuple[Path, list[torch.Tensor], list[float]]:
+    """Train a real engine for two steps on ``ranks`` ranks and publish its state.
+
+    Returns the state, some sequences, and the engine's own log-probs of their tokens.
+    """
+    draw = torch.Generator().manual_seed(3)
+    sequences = [torch.randint(0, 40, (length,), generator=draw) for length in (9, 5, 12, 7)]
+    store = StateStore(folder)
+    path = store.begin(2)
+    results = run_ranks(ranks, _engine_rank, base, path / "actor", backend, sequences)
+    return store.commit(2, {}, {"actor": [index for index, _ in results]}), sequences, results[0][1]
+
+
+def _engine_rank(
+    base: Path, folder: Path, backend: str, sequences: list[torch.Tensor]
+) -> tuple[ShardIndex, list[float]]:
+    layout = LayoutConfig(data_parallel_size=dist.get_world_size())
+    engine = EngineConfig(backend=backend, device="cpu", layout=layout)
+    worker = TrainingWorker(
+        RoleSpec("actor", "language_model", engine, base, OptimizerConfig(lr=1e-2), total_steps=2)
+    )
+    worker.initialize()
+    masks = [torch.cat([torch.zeros(1), torch.ones(len(sequence) - 1)]) for sequence in sequences]
+    everything = PackedBatch.from_sequences({"input_ids": sequences, "loss_mask": masks}, {})
+    share = everything.select(list(range(dist.get_rank(), len(sequences), dist.get_world_size())))
+    worker.update([share, share], SftLoss())
+    return worker.save(folder), worker.infer(everything)["log_probs"].tolist()
 
 
 def save_state(folder: Path, tensors: dict[str, torch.Tensor], ranks: int, role: str = "actor") -> Path:
@@ -68,6 +106,20 @@ def test_opens_with_the_states_logits(base: Path, tmp_path: Path, ranks: int) ->
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert tokenizer.chat_template == (base / "chat_template.jinja").read_text()
     assert model.generate(probe_ids(model.config.vocab_size), max_new_tokens=3).shape[1] > 32
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("fsdp2", 1), ("fsdp2", 2), ("fsdp", 2)])
+def test_logits_are_the_engines(base: Path, tmp_path: Path, backend: str, ranks: int) -> None:
+    state, sequences, expected = train_and_save(base, tmp_path / "train", backend, ranks)
+    export(state, base, tmp_path / "export", "5GB")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    got, before = [], []
+    for one, into in ((model, got), (load_model(base), before)):
+        for ids in sequences:
+            log_probs = one(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+            into += [0.0, *log_probs.gather(-1, ids[1:, None]).squeeze(-1).tolist()]
+    assert got == pytest.approx(expected, abs=1e-5)
+    assert max(abs(a - b) for a, b in zip(got, before, strict=True)) > 0.1
 
 
 def test_index_above_the_shard_size(base: Path, tmp_path: Path) -> None:
