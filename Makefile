@@ -16,7 +16,7 @@ SNAKEMAKE = $(BIN)/snakemake --profile $(PROFILE) --quiet rules --config
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo demo-smollm2 drill test check format bench clean
+.PHONY: help demo demo-smollm2 drill test test-slurm slurm-demo check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## what there is
@@ -37,6 +37,21 @@ drill: $(VENV)/.light ## the same stages in six steps with a model of a few thou
 test: $(VENV)/.full $(VENV)/.browser ## all tests
 	@echo "== tests"
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-slurm: $(VENV)/.full ## campaigns on a real SLURM that is started for it, disturbed in every way (root on Debian)
+	@echo "== tests on the test cluster"
+	$(BIN)/python -m pytest -m slurm tests/slurm
+
+slurm-demo: $(VENV)/.full ## the demo on the test cluster: one run on each of its partitions (root on Debian)
+	@echo "== test cluster"
+	$(BIN)/python -m tests.slurm.minicluster install
+	$(BIN)/python -m tests.slurm.minicluster start
+	@trap '$(BIN)/python -m tests.slurm.minicluster stop' EXIT; \
+	eval "$$($(BIN)/python -m tests.slurm.minicluster env)"; \
+	echo "== snakemake --profile slurm, campaign demo-slurm, seed $(SEED)"; \
+	$(BIN)/snakemake --profile slurm --quiet rules --config campaign=demo-slurm seed=$(SEED); code=$$?; \
+	sacct -X -o JobID,Partition,NodeList,State,Elapsed,JobName%50; \
+	$(BIN)/baton status demo-slurm; exit $$code
 
 check: $(VENV)/.full ## format, lint, spelling, layers, workflow
 	@echo "== ruff";        $(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from pathlib import Path
 from typing import Annotated
 
@@ -13,12 +14,13 @@ from rich.table import Table
 from engines.config import ConfigError
 from engines.registry import EngineRegistry
 from workflow.campaign.code import source_root
-from workflow.campaign.head import CURRENT, REFUSALS, plan_campaign
-from workflow.campaign.plan import Plan, read_plan
+from workflow.campaign.head import CURRENT, REFUSALS, RESULTS, plan_campaign
+from workflow.campaign.plan import Plan, PlanError, read_plan
 from workflow.campaign.schema import CampaignOptions
 from workflow.campaign.site import detect_site, load_site
 from workflow.campaign.view import RUN_FILE, view_manifests
 from workflow.cluster.doctor import changes, examine
+from workflow.cluster.status import campaign_status
 from workflow.manifest import MANIFEST, ManifestError, verify
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -92,6 +94,25 @@ def verify_command(
     )
     if result.problems:
         raise typer.Exit(1)
+
+
+@app.command()
+def status(
+    campaign: Annotated[str, typer.Argument(help="its name: a folder in results")] = "demo",
+) -> None:
+    """One table of what a campaign's jobs are doing: run, stage, step, job, state, node, progress, restarts, time left, failure."""
+    try:
+        planned = read_plan((RESULTS / campaign / CURRENT).resolve())
+    except PlanError as error:
+        console.print(f"[red]{escape(str(error))}[/]", highlight=False)
+        raise typer.Exit(1) from None
+    table = _table(
+        *("runs", "stage", "name", "step", "job", "state", "node"),
+        *("progress", "restarts", "time left", "failure"),
+    )
+    for row in campaign_status(planned, RESULTS):
+        table.add_row(*(escape(value) for value in astuple(row)))
+    console.print(table)
 
 
 @app.command()

@@ -20,7 +20,7 @@ from pathlib import Path
 from engines.config import ConfigError
 from workflow.campaign.plan import StageSpec
 from workflow.campaign.site import SiteConfig
-from workflow.cluster.jobs import JobFolder, JobRecord, job_log
+from workflow.cluster.jobs import JobFolder, JobRecord, job_log, published
 from workflow.cluster.launcher import Task
 from workflow.cluster.nodes import expand_nodes
 from workflow.cluster.placement import SbatchRequest, place_stage
@@ -37,7 +37,6 @@ from workflow.cluster.states import (
     settled,
 )
 from workflow.cluster.submit import give_task, preamble, submit
-from workflow.manifest import Manifest, ManifestError, is_released, read_manifest
 
 ASK_SECONDS = (1.0, 15.0)
 """Between questions to SLURM: at first, and at most when nothing changes."""
@@ -352,18 +351,3 @@ class StageJobs:
             if tail := last_lines(path):
                 lines += [f"last lines of {path}:", *(f"  {line}" for line in tail)]
         return Failure(kind, "\n".join(lines))
-
-
-def published(spec: StageSpec, step: int | None) -> Manifest | None:
-    """The stage's manifest when it is valid and its files are there, in their sizes; the stage itself has hashed them."""
-    path = Path(spec.manifest(step))
-    try:
-        manifest = read_manifest(path)
-    except ManifestError:
-        return None
-    if manifest.identity != spec.identity or manifest.step != step:
-        return None
-    if is_released(path.parent):
-        return manifest
-    files = ((path.parent / name, record.bytes) for name, record in manifest.files.items())
-    return manifest if all(file.is_file() and file.stat().st_size == size for file, size in files) else None

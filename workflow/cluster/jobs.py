@@ -15,7 +15,7 @@ from typing import Literal
 
 from engines.config import Config, ConfigError, parse
 from workflow.campaign.plan import StageSpec
-from workflow.manifest import write_json
+from workflow.manifest import Manifest, ManifestError, is_released, read_manifest, write_json
 
 FOLDER = ".jobs"
 JOB_FILE, START_FILE, END_FILE, SUBMIT_LOCK = "job.json", "start.json", "end.json", "submit.lock"
@@ -144,6 +144,21 @@ def read_jobs(results: Path) -> list[tuple[Path, JobRecord]]:
 def job_log(spec: StageSpec, step: int | None) -> Path:
     """The log of the batch step, beside the stage's own."""
     return Path(spec.folder) / f"job{suffix(step)}.txt"
+
+
+def published(spec: StageSpec, step: int | None) -> Manifest | None:
+    """The stage's manifest when it is valid and its files are there, in their sizes; the stage itself has hashed them."""
+    path = Path(spec.manifest(step))
+    try:
+        manifest = read_manifest(path)
+    except ManifestError:
+        return None
+    if manifest.identity != spec.identity or manifest.step != step:
+        return None
+    if is_released(path.parent):
+        return manifest
+    files = ((path.parent / name, record.bytes) for name, record in manifest.files.items())
+    return manifest if all(file.is_file() and file.stat().st_size == size for file, size in files) else None
 
 
 def suffix(step: int | None) -> str:

@@ -65,13 +65,15 @@ class StateWatch:
     def query(self, jobs: Iterable[str]) -> dict[str, JobState]:
         """The state of each job; never raises for a daemon that is down: what nobody can tell is UNKNOWN.
 
-        A final state of sacct counts when squeue does not contradict it: accounting lags behind, also behind a requeue.
+        A final state of sacct counts when the controller does not know the job any more: accounting lags behind, also behind a requeue.
         """
         jobs = list(jobs)
         found = self._sacct(jobs)
         doubtful = [job for job in jobs if job not in found or found[job].final]
-        found |= _squeue(doubtful, found)
-        return {job: found.get(job, JobState(UNKNOWN)) for job in jobs}
+        for job, state in controller_states(doubtful).items():
+            if state.state != GONE or job not in found:
+                found[job] = state
+        return found
 
     def _sacct(self, jobs: list[str]) -> dict[str, JobState]:
         if not jobs or time.monotonic() < self._sacct_again:
@@ -89,23 +91,23 @@ class StateWatch:
         }
 
 
-def _squeue(jobs: list[str], earlier: dict[str, JobState]) -> dict[str, JobState]:
-    """States from the controller, which keeps ended jobs for MinJobAge; a job that it forgot stays what sacct said, or is GONE."""
+def controller_states(jobs: list[str]) -> dict[str, JobState]:
+    """States from the controller, which keeps ended jobs for MinJobAge: then they are GONE. UNKNOWN while it does not answer."""
     if not jobs:
         return {}
     try:
         text = slurm("squeue", "--states=all", "-h", "-r", "-o", "%i|%T|%N|%L|%r", "-j", ",".join(jobs))
     except NoSuchJob:
         if len(jobs) > 1:  # one forgotten job hides the answer for the others
-            return {job: state for each in jobs for job, state in _squeue([each], earlier).items()}
+            return {job: state for each in jobs for job, state in controller_states([each]).items()}
         text = ""
     except (SlurmUnavailable, SlurmRefused):
-        return {job: JobState(UNKNOWN) for job in jobs if job not in earlier}
-    found = {}
+        return dict.fromkeys(jobs, JobState(UNKNOWN))
+    found = dict.fromkeys(jobs, JobState(GONE))
     for line in text.splitlines():
         job, state, nodes, left, reason = line.split("|", 4)
         found[job] = JobState(state, nodes, "" if reason == "None" else reason, left)
-    return found | {job: JobState(GONE) for job in jobs if job not in found and job not in earlier}
+    return found
 
 
 def job_is_final(job: str) -> bool:
