@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -91,3 +92,37 @@ def test_release_leaves_another_holders_lock_alone(tmp_path):
     write_holder(lock)
     lock.release()
     assert lock.path.exists()
+
+
+def test_a_requeued_job_takes_its_own_lock_back(tmp_path, monkeypatch):
+    lock = FolderLock(tmp_path)
+    write_holder(lock, host="n1", job="7", restart=0)
+    with pytest.raises(LockHeld, match="SLURM job 7, restart 0"):
+        lock.acquire()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with lock:
+        assert (lock.holder().job, lock.holder().restart) == ("7", 1)
+
+
+def test_another_jobs_lock_is_taken_when_slurm_says_that_it_has_ended(tmp_path):
+    ended = set()
+    lock = FolderLock(tmp_path, job_is_final=lambda job: job in ended)
+    write_holder(lock, host="n1", job="7", restart=0)
+    with pytest.raises(LockHeld):
+        lock.acquire()
+    ended.add("7")
+    with lock:
+        assert lock.holder().pid == os.getpid()
+
+
+def test_who_lost_its_lock_is_told_at_the_next_heartbeat(tmp_path, monkeypatch):
+    monkeypatch.setattr("workflow.campaign.lock.HEARTBEAT_SECONDS", 0.05)
+    lost = threading.Event()
+    lock = FolderLock(tmp_path, on_lost=lost.set)
+    lock.acquire()
+    assert not lost.wait(0.2)
+    write_holder(lock, host="n2")
+    assert lost.wait(5)
+    lock.release()
+    assert lock.holder().host == "n2"

@@ -1,0 +1,59 @@
+"""The rules of the launcher that need no cluster: progress over starts, and a rule's command taken apart."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from engines.config import ConfigError
+from workflow.cluster.executor import StageCommand
+from workflow.cluster.launcher import unprogressed
+
+
+def record(path, *starts):
+    """Starts of the segment that ends at step 20: (job, first step, last step, end)."""
+    lines = []
+    for number, (job, first, last, end) in enumerate(starts, 1):
+        lines.append({"segment": 20, "number": number, "job": job, "restart": number - 1})
+        if end is not None:
+            lines.append(
+                {"segment": 20, "number": number, "first_step": first, "last_step": last, "end": end}
+            )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn')
+
+
+@pytest.mark.parametrize(
+    ("starts", "count"),
+    [
+        ([("7", 1, 4, "stopped")], 0),
+        ([("7", None, None, "stopped")], 0),
+        ([("7", None, None, "stopped"), ("7", None, None, "stopped")], 2),
+        ([("7", 1, 4, "stopped"), ("7", None, None, "stopped"), ("7", None, None, "stopped")], 2),
+        ([("7", None, None, "stopped"), ("7", 1, 2, "stopped")], 0),
+        ([("6", None, None, "stopped"), ("7", None, None, "stopped")], 0),
+        ([("7", None, None, "killed"), ("7", 5, 6, "stopped"), ("7", None, None, "stopped")], 0),
+    ],
+    ids=["progress", "once", "twice", "twice after progress", "once, then", "another job", "after a kill"],
+)
+def test_two_starts_of_a_job_without_a_new_step_are_enough(tmp_path, starts, count):
+    path = tmp_path / "attempts.jsonl"
+    record(path, *starts)
+    assert unprogressed(path, 20, "7") == count
+    assert unprogressed(path, 40, "7") == 0
+    assert unprogressed(tmp_path / "missing", 20, "7") == 0
+
+
+def test_a_rules_command_is_taken_apart():
+    command = StageCommand.read(
+        "PYTHONSAFEPATH=1 PYTHONPATH='a b':. /usr/bin/python -m workflow.stages train --plan p.json --id x --step 000020"
+    )
+    assert command.variables == {"PYTHONSAFEPATH": "1", "PYTHONPATH": "a b:."}
+    assert command.arguments[:3] == ["-m", "workflow.stages", "train"]
+    assert command.arguments[-1] == "000020"
+
+
+@pytest.mark.parametrize("shell", ["echo done", "", "python -m workflow.stages.report --plan p.json"])
+def test_other_commands_are_refused(shell):
+    with pytest.raises(ConfigError, match="localrule"):
+        StageCommand.read(shell)
