@@ -1,5 +1,6 @@
 """Trackers: what they hold is what metrics.jsonl and the evaluations say, once, however often the report is written."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -7,8 +8,11 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.support.fake_campaign import fake_campaign
+from engines.config import ConfigError
+from tests.support.fake_campaign import ROOT, fake_campaign
+from workflow.campaign.head import plan_campaign
 from workflow.campaign.plan import read_plan
+from workflow.campaign.schema import CampaignOptions
 from workflow.reporting.collect import collect
 from workflow.reporting.trackers import TrackerMissing, scalars, track
 from workflow.stages.report import main
@@ -59,3 +63,14 @@ def test_continued_sft_has_its_evaluations(tmp_path: Path, monkeypatch) -> None:
     plan = fake_campaign(tmp_path, controls=True)
     run = next(run for run in collect(read_plan(plan), plan).runs if run.name == "sft-continued")
     assert [step for step, _ in scalars(run)] == [0, run.train.steps]
+
+
+def test_missing_package_is_refused_before_anything_starts(monkeypatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "mlflow" else find_spec(name)
+    )
+    with pytest.raises(
+        ConfigError, match=r"run 'ppo': tracking\.mlflow=True: the package mlflow is not installed"
+    ):
+        plan_campaign(CampaignOptions(campaign="drill", set="tracking.mlflow=true"), ROOT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -10,7 +11,7 @@ from pathlib import Path
 from engines.config import ConfigError
 from workflow.campaign.build import PlannedRun
 from workflow.campaign.plan import Plan
-from workflow.campaign.schema import DataConfig, ModelConfig, RunConfig
+from workflow.campaign.schema import DataConfig, ModelConfig, RunConfig, TrackingConfig
 from workflow.data import (
     PromptEncoder,
     PromptError,
@@ -56,6 +57,19 @@ def check_sizes(run: RunConfig) -> None:
         engine = run.role_engine(role) if role else run.engine
         if engine.fused_kernels and engine.device == "cpu":
             raise ConfigError(f"{path}.fused_kernels=True: there are no fused kernels on cpu")
+
+
+def check_trackers(run: RunConfig) -> None:
+    """Refuse a tracker whose package is not installed here, where the report will be written.
+
+    Raises:
+        ConfigError: naming the key and the package.
+    """
+    for name in TrackingConfig.model_fields:
+        if getattr(run.tracking, name) and importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"tracking.{name}=True: the package {name} is not installed; install it or set it to false"
+            )
 
 
 def check_disk(plan: Plan, folder: Path) -> None:
