@@ -14,6 +14,8 @@ from workflow.reporting.charts import LARGE, Line, Part, line_chart, range_bar, 
 from workflow.reporting.collect import Campaign, Evaluation, Run
 from workflow.reporting.model_card import percent
 
+COLOURS = 8
+"""Of runs in the style sheet."""
 STAGES = ("convert", "sft", "train", "evaluate", "export")
 PARTS = ("rollout", "reward", "old_log_probs", "reference", "values", "critic", "actor", "sync")
 
@@ -81,7 +83,7 @@ def render_page(campaign: Campaign) -> str:
     )
     environment.filters |= {"percent": percent, "number": number, "duration": duration}
     source = resources.files("workflow.reporting").joinpath("page.html.j2").read_text(encoding="utf-8")
-    colours = {run.name: i for i, run in enumerate(campaign.runs)}
+    colours = {run.name: i % COLOURS for i, run in enumerate(campaign.runs)}
     return environment.from_string(source).render(
         campaign=campaign,
         plan=campaign.plan,
@@ -117,7 +119,8 @@ def _card(run: Run, colours: dict[str, int]) -> dict[str, Any]:
 
 
 def _accuracy_chart(runs: Sequence[Run], colours: dict[str, int]) -> Markup | None:
-    last = max(run.train.steps for run in runs if run.plan.algorithm != "sft" or len(runs) == 1)
+    trained = [run for run in runs if run.plan.algorithm != "sft"] or runs
+    last = max(run.train.steps for run in trained)
 
     def x(run: Run, evaluation: Evaluation) -> int:
         # Steps of continued SFT are not steps of RL: its end is drawn at theirs.
