@@ -214,7 +214,7 @@ def _check_plan(plan: Plan, spec: StageSpec, step: int | None) -> None:
         )
     if spec.version != stage.version:
         raise PlanError(f"planned for version {spec.version} of stage {spec.stage}, this is {stage.version}")
-    if (step in spec.cuts) != bool(spec.cuts):
+    if step not in (spec.cuts or [None]):
         raise PlanError(f"--step {step}: the plan cuts {spec.name} at {spec.cuts or 'no step'}")
     values = cut(spec.config, stage.reads)
     inputs = {

@@ -1,0 +1,135 @@
+"""The runner, with the real `convert` of a model of a few thousand parameters."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from workflow.campaign.head import plan_campaign, read_options
+from workflow.campaign.lock import FolderLock
+from workflow.campaign.plan import Plan, write_plan
+from workflow.manifest import MANIFEST, read_manifest
+from workflow.stages.runner import OWN_ERROR, PUBLISHED, REFUSED, TWIN
+
+
+@pytest.fixture
+def planned(project):
+    """The quick campaign's plan, its path, and its conversion."""
+    plan, _ = plan_campaign(read_options({"campaign": "quick"}), project.folder)
+    return plan, write_plan(plan, Path("results/quick")), plan.stages[plan.runs["good"].stages["convert"]]
+
+
+def stage(project, path, spec, *more):
+    return project.python("-m", "workflow.stages", spec.stage, "--plan", str(path), "--id", spec.name, *more)
+
+
+def ends(spec):
+    lines = [json.loads(line) for line in Path(spec.folder, "attempts.jsonl").read_text().splitlines()]
+    return [line["end"] for line in lines if "end" in line]
+
+
+def test_a_stage_publishes_once(project, planned):
+    plan, path, spec = planned
+    output = Path(spec.folder)
+    done = stage(project, path, spec)
+    assert done.returncode == PUBLISHED, done.stderr
+    manifest = read_manifest(output / MANIFEST)
+    assert (manifest.identity, manifest.code, ends(spec)) == (spec.identity, plan.code, ["published"])
+    text = (output / MANIFEST).read_text()
+    assert str(project.folder) not in text
+    assert os.uname().nodename not in text
+    assert stage(project, path, spec).returncode == PUBLISHED
+    (output / MANIFEST).unlink()  # as a workflow engine does with the output of a job it takes for failed
+    assert stage(project, path, spec).returncode == PUBLISHED
+    assert read_manifest(output / MANIFEST) == manifest
+    assert ends(spec) == ["published"]
+    weights = next((output / "model").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    assert stage(project, path, spec).returncode == PUBLISHED
+    assert ends(spec) == ["published", "published"]
+    assert read_manifest(output / MANIFEST).digest == manifest.digest
+
+
+def test_a_failure_leaves_a_record_until_a_success(project, planned):
+    _, path, spec = planned
+    obstacle = Path(spec.folder) / "model"
+    obstacle.parent.mkdir(parents=True)
+    obstacle.write_text("a file where a folder belongs")
+    done = stage(project, path, spec)
+    assert done.returncode == OWN_ERROR
+    assert spec.log() in done.stderr
+    record = json.loads(Path(spec.failure()).read_text())
+    assert record["class"].endswith("Error")
+    assert record["log"] == spec.log()
+    assert any(record["class"] in line for line in record["last_lines"])
+    assert not Path(spec.manifest()).exists()
+    obstacle.unlink()
+    assert stage(project, path, spec).returncode == PUBLISHED
+    assert not Path(spec.failure()).exists()
+    assert ends(spec) == ["error", "published"]
+    assert [attempt.end for attempt in read_manifest(Path(spec.manifest())).attempts] == [
+        "error",
+        "published",
+    ]
+
+
+def test_a_plan_of_other_code_is_refused(project, planned):
+    _, path, spec = planned
+    source = project.folder / "workflow" / "stages" / "convert.py"
+    source.write_text(source.read_text() + "# another version\n")
+    done = stage(project, path, spec)
+    assert done.returncode == REFUSED
+    assert "made by another version of the code" in done.stderr
+    assert not Path(spec.folder).exists()
+
+
+def test_a_stage_that_is_not_what_was_planned_is_refused(project, planned):
+    plan, _, spec = planned
+    other = spec.model_copy(update={"config": spec.config | {"seed": 99}})
+    changed = Plan.model_validate(plan.model_dump() | {"stages": plan.stages | {spec.id: other}})
+    path = write_plan(changed, Path("results/quick"))
+    done = stage(project, path, spec)
+    assert done.returncode == REFUSED
+    assert "is not what was planned" in done.stderr
+
+
+@pytest.mark.parametrize("more", [["--step", "1"], ["--id", "no-such-stage"]])
+def test_what_the_plan_does_not_have_is_refused(project, planned, more):
+    _, path, spec = planned
+    done = stage(project, path, spec, *more)
+    assert done.returncode == REFUSED
+    assert "the plan" in done.stderr
+
+
+def test_a_damaged_input_is_refused_by_name(project, planned):
+    plan, path, spec = planned
+    assert stage(project, path, spec).returncode == PUBLISHED
+    weights = next(Path(spec.folder, "model").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    sft = plan.stages[plan.runs["good"].stages["sft"]]
+    done = stage(project, path, sft)
+    assert done.returncode == REFUSED
+    assert str(weights) in done.stderr
+    assert json.loads(Path(sft.failure()).read_text())["class"] == "StageRefused"
+
+
+def test_a_folder_in_use_is_waited_for(project, planned):
+    _, path, spec = planned
+    assert stage(project, path, spec).returncode == PUBLISHED
+    twin = Path(spec.folder, TWIN).read_text()
+    for name in (MANIFEST, TWIN):
+        Path(spec.folder, name).unlink()
+    lock = FolderLock(Path(spec.folder))
+    lock.acquire()
+    command = [sys.executable, "-m", "workflow.stages", "convert", "--plan", str(path), "--id", spec.name]
+    process = subprocess.Popen(command, env=project.environment, stderr=subprocess.PIPE, text=True)
+    assert f"waiting for process {os.getpid()}" in process.stderr.readline()
+    Path(spec.folder, TWIN).write_text(twin)  # the one that is waited for publishes
+    lock.release()
+    assert process.wait(timeout=60) == PUBLISHED
+    assert ends(spec) == ["published"]

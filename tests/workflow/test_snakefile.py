@@ -1,0 +1,161 @@
+"""The workflow as people start it: dry runs, refusals, kills of the head, edits while it runs, failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.fake_campaign import fake_campaign
+from workflow.campaign.head import plan_campaign, read_options
+from workflow.campaign.lock import FolderLock
+from workflow.manifest import read_manifest, verify
+
+
+def spec_of(project, stage, **options):
+    plan, _ = plan_campaign(read_options({"campaign": "quick", **options}), project.folder)
+    return plan.stages[plan.runs["good"].stages[stage]]
+
+
+def wait_for(path: Path, head=None, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} did not appear"
+        assert head is None or head.poll() is None, Path("head.txt").read_text()
+        time.sleep(0.05)
+
+
+def attempts(spec):
+    lines = [json.loads(line) for line in Path(spec.folder, "attempts.jsonl").read_text().splitlines()]
+    return [line["end"] for line in lines if "end" in line]
+
+
+def test_a_dry_run_plans_every_stage_and_starts_nothing(project):
+    code, output = project.run("--dry-run", "--config", "campaign=demo", "controls=true")
+    assert code == 0, output
+    counts = dict(
+        line.split() for line in output.splitlines() if line.split()[1:] and line.split()[1].isdigit()
+    )
+    assert counts["convert"] == "1"
+    assert counts["train"] == "9"
+    assert counts["run"] == "4"
+    assert not Path("results/store").exists()
+    assert not Path("results/.head.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["campaign=dmeo"], "did you mean 'demo'"),
+        (["campaign=demo", "set=algorithm.lrr=1"], "algorithm.lrr: unknown key; did you mean 'lr'?"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_exists(project, words, told):
+    code, output = project.run("--config", *words)
+    assert code != 0
+    assert told in output
+    assert not Path("results").exists()
+
+
+def test_bad_data_is_refused_before_the_first_job(project):
+    Path("rows.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n{"question": "2 + 2"}\n')
+    words = "data=files data.train_file=rows.jsonl data.heldout_file=rows.jsonl"
+    code, output = project.run("--config", "campaign=quick", f"set={words}")
+    assert code != 0
+    assert "rows.jsonl, row 2, field 'answer': missing" in output
+    assert not Path("results/store").exists()
+
+
+def test_a_second_head_names_the_first_and_stops(project):
+    with FolderLock(Path("results"), ".head.json"):
+        code, output = project.run("--config", "campaign=quick")
+    assert code != 0
+    assert f"another head is running: results is in use by process {os.getpid()}" in output
+    assert not Path("results/store").exists()
+
+
+def test_a_killed_head_is_continued_by_the_same_command(project):
+    spec = spec_of(project, "sft")
+    command = [spec.manifest(), "--config", "campaign=quick"]
+    head = project.start(*command)
+    wait_for(Path(spec.folder, "attempts.jsonl"), head)
+    head.kill()  # the head alone: its job runs on as an orphan
+    head.wait()
+    assert not Path(spec.manifest()).exists()
+    code, output = project.run(*command)
+    assert code == 0, output
+    assert "waiting for process" in output
+    assert attempts(spec) == ["published"]
+    assert verify(Path(spec.manifest())).problems == []
+
+
+def test_a_killed_job_is_started_again_by_the_same_command(project):
+    spec = spec_of(project, "sft")
+    command = [spec.manifest(), "--config", "campaign=quick"]
+    head = project.start(*command)
+    wait_for(Path(spec.folder, "attempts.jsonl"), head)
+    os.killpg(head.pid, signal.SIGKILL)  # head and job
+    head.wait()
+    code, output = project.run(*command)
+    assert code == 0, output
+    assert attempts(spec) == ["killed", "published"]
+    manifest = read_manifest(Path(spec.manifest()))
+    assert [attempt.end for attempt in manifest.attempts] == ["killed", "published"]
+    assert manifest.device_seconds.used > manifest.device_seconds.lost
+
+
+def test_edits_while_jobs_run_change_none_of_them(project):
+    spec = spec_of(project, "sft")
+    head = project.start(spec.manifest(), "--config", "campaign=quick")
+    convert = spec_of(project, "convert")
+    wait_for(Path(convert.folder, "attempts.jsonl"), head)
+    campaign = Path("configs/campaign/quick.yaml")
+    campaign.write_text(campaign.read_text().replace("sft.steps=2", "sft.steps=3"))
+    Path("workflow/stages/sft.py").write_text("raise SystemExit('edited')\n")
+    assert head.wait(timeout=120) == 0, Path("head.txt").read_text()
+    manifest = read_manifest(Path(spec.manifest()))
+    assert manifest.config["sft"]["steps"] == manifest.steps_done == 2
+    plan = next(Path("results/quick").glob("plan-*.json"))
+    code, output = project.run("--dry-run", "--config", f"plan={plan}")
+    assert code != 0
+    assert "made by another version of the code" in output
+
+
+def test_one_failed_run_leaves_the_others_and_is_reported(project):
+    Path("broken.py").write_text("")
+    campaign = Path("configs/campaign/quick.yaml")
+    bad = "  bad: [reward.kind=function, 'reward.function=broken:absent']\n"
+    campaign.write_text(campaign.read_text() + bad)
+    code, output = project.run("--config", "campaign=quick")
+    assert code != 0
+    summary = json.loads(Path("results/quick/summary.json").read_text())
+    runs = {run["run"]: run for run in summary["runs"]}
+    assert runs["good"]["accuracy_final"] is not None
+    assert runs["bad"]["accuracy_final"] is None
+    failure = json.loads(next(Path("results/store/evaluate").glob("*/failure.json")).read_text())
+    assert "absent" in failure["message"]
+    report = Path("results/quick/report.html").read_text()
+    for shown in (failure["class"], failure["log"]):
+        assert shown in report
+        assert shown in json.dumps(runs["bad"])
+    assert "report: results/quick/report.html" in output
+
+
+def test_a_finished_campaign_is_shown_and_snakemake_reports_it(project):
+    fake_campaign(project.folder, campaign="drill")
+    shutil.rmtree("results/drill")
+    code, output = project.run("--config", "campaign=drill")
+    assert code == 0, output
+    assert "report: results/drill/report.html" in output
+    run = json.loads(Path("results/drill/grpo/run.json").read_text())
+    assert all(Path("results/drill/grpo", stage["manifest"]).exists() for stage in run["stages"])
+    code, output = project.run("--config", "campaign=drill", "--report", "snakemake-report.html")
+    assert code == 0, output
+    assert Path("snakemake-report.html").stat().st_size > 100_000
+    code, output = project.run("--config", "campaign=drill")
+    assert "Nothing to be done" in output
