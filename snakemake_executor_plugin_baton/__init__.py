@@ -7,6 +7,7 @@ nothing on a compute node reads the Snakefile or a configuration again.
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
@@ -21,6 +22,9 @@ from workflow.campaign.head import RESULTS, Head
 from workflow.cluster.executor import Failure, StageCommand, StageJobs
 from workflow.cluster.placement import SIGNAL_SLACK
 from workflow.cluster.slurm import forget_allocation
+
+WAKE_SECONDS = 0.05
+"""In which a new job is noticed."""
 
 
 @dataclass
@@ -97,8 +101,10 @@ class Executor(RemoteExecutor):
 
     async def sleep(self) -> None:
         """Until the next look, or a new job."""
+        end = time.monotonic() + self.executor_settings.poll
+        while not self._wake.is_set() and time.monotonic() < end:
+            await asyncio.sleep(WAKE_SECONDS)
         self._wake.clear()
-        await asyncio.to_thread(self._wake.wait, self.executor_settings.poll)
 
     def cancel_jobs(self, active_jobs: list[SubmittedJobInfo]) -> None:
         """The head was interrupted: its jobs end with it."""

@@ -172,7 +172,12 @@ class StageJobs:
             ids = [job.record.job for job in self._jobs if job.record is not None and job.record.job]
             if ids:
                 self._say(f"cancelling {len(ids)} SLURM jobs: {', '.join(ids)}")
-                slurm("scancel", *ids)
+                try:
+                    slurm("scancel", *ids)
+                except (SlurmUnavailable, SlurmRefused, SlurmLimit) as error:
+                    self._say(
+                        f"they go on, for SLURM did not take it: {error}; `scancel {' '.join(ids)}` ends them"
+                    )
             self._jobs.clear()
             return ids
 
@@ -186,8 +191,7 @@ class StageJobs:
         if job.submitted or self._cancelled or time.monotonic() < job.not_before:
             return
         try:
-            if job.record is None and not job.retried:
-                self._find_again(job)
+            self._find_again(job)
             if not job.submitted:
                 self._submit(job)
         except (SlurmUnavailable, SlurmLimit) as error:
@@ -201,7 +205,7 @@ class StageJobs:
             job.outcome = self._fail(job, FailureClass.REFUSED, str(error))
 
     def _find_again(self, job: StageJob) -> None:
-        """The job that an earlier head submitted, when it has not ended."""
+        """The job that an earlier head submitted, or an sbatch that did not seem to work, when it has not ended."""
         record = job.folder.read()
         if record is None or record.failure is not None:
             return
