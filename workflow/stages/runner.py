@@ -179,7 +179,8 @@ def _attempt(plan: Plan, spec: StageSpec, step: int | None) -> int:
     attempts = AttemptLog(Path(spec.folder), step, log_path)
     log = _open_log(spec, log_path)
     log.info("start %d of %s %s", attempts.number, spec.stage, spec.name)
-    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(spec.threads)))  # before the stage loads a framework
+    # Set before the stage loads a framework.
+    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(spec.threads)))
     stop = StopRequest()
     try:
         stop.install()
