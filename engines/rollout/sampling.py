@@ -13,6 +13,9 @@ from transformers import LogitsProcessor
 
 from engines.rollout.base import SamplingParams
 
+_UNIT = 2.0**48
+"""Probability 1 in fixed point. Sums of integers are exact, whatever algorithm or device adds them up; tokens less likely
+than 2^-48 are never drawn."""
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -49,35 +52,35 @@ def choose(logits: Tensor, uniform: Tensor | None, params: SamplingParams) -> tu
     if params.greedy:
         ids = logits.argmax(dim=-1)
     else:
-        ids = _inverse_cdf(_support(log_probs.double().exp(), params), uniform)
+        weights = (log_probs.double().exp() * _UNIT).long()
+        ids = _inverse_cdf(_support(weights, params), uniform)
     return ids, log_probs.gather(-1, ids[:, None]).squeeze(-1)
 
 
 def _inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     """The first token whose cumulative weight exceeds ``uniform`` times the total: never one of weight 0."""
     cumulative = weights.cumsum(dim=-1)
-    total = cumulative[:, -1:].contiguous()
-    ids = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)
+    total = cumulative[:, -1]
     # A uniform number just below 1 times the total may round up to the total, which no cumulative weight exceeds.
-    last_with_weight = torch.searchsorted(cumulative, total)
-    return torch.minimum(ids, last_with_weight).squeeze(-1)
+    threshold = torch.minimum((uniform * total).long(), total - 1)
+    return torch.searchsorted(cumulative, threshold[:, None], right=True).squeeze(-1)
 
 
-def _support(probs: Tensor, params: SamplingParams) -> Tensor:
-    """``probs`` with those outside top-k, then outside top-p of what is left, set to 0.
+def _support(weights: Tensor, params: SamplingParams) -> Tensor:
+    """``weights`` with those outside top-k, then outside top-p of what is left, set to 0.
 
     Tokens as likely as the k-th are all kept. Top-p keeps the fewest of the most likely tokens that reach
     ``top_p`` of the remaining mass (Holtzman et al., The Curious Case of Neural Text Degeneration, section 3.1).
     """
-    if 0 < params.top_k < probs.shape[-1]:
-        kth = probs.topk(params.top_k, dim=-1).values[:, -1:]
-        probs = probs.where(probs >= kth, 0)
+    if 0 < params.top_k < weights.shape[-1]:
+        kth = weights.topk(params.top_k, dim=-1).values[:, -1:]
+        weights = weights.where(weights >= kth, 0)
     if params.top_p < 1:
-        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+        ordered, order = weights.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(dim=-1) - ordered
-        kept = ordered.where(before < params.top_p * ordered.sum(dim=-1, keepdim=True), 0)
-        probs = torch.zeros_like(probs).scatter_(-1, order, kept)
-    return probs
+        kept = ordered.where(before < params.top_p * ordered.sum(dim=-1, keepdim=True).double(), 0)
+        weights = torch.zeros_like(weights).scatter_(-1, order, kept)
+    return weights
 
 
 class SeededSampler(LogitsProcessor):

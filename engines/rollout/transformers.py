@@ -12,7 +12,7 @@ Left out: continuous batching (new samples joining a running batch).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -118,7 +118,7 @@ class TransformersRollout(BaseRollout):
                 f"a prompt of {length} tokens and max_new_tokens={params.max_new_tokens} exceed the model's {limit} positions"
             )
         vocabulary = self.model.config.vocab_size
-        if not (0 <= min(request.prompt_ids) and max(request.prompt_ids) < vocabulary):
+        if not (min(request.prompt_ids) >= 0 and max(request.prompt_ids) < vocabulary):
             raise RolloutError(
                 f"the request with key {request.key} has ids outside the vocabulary of {vocabulary}"
             )
