@@ -4,6 +4,7 @@ from inspect import signature
 from shlex import quote
 
 STORE = "results/store"
+SITE = HEAD.site
 # The source that jobs run is the copy that was made when the campaign started, not what is being edited.
 PYTHON = (
     f"PYTHONSAFEPATH=1 PYTHONPATH={quote(str(HEAD.code))}:. {quote(sys.executable)}"
@@ -62,8 +63,8 @@ def cores_of(stage):
 
 
 def device_of(stage):
-    """Resource: the device key."""
-    return planned(stage, lambda spec: spec.device.computed)
+    """Resource: the device key, by which the site chooses the partition."""
+    return planned(stage, lambda spec: SITE.key_of(spec.device))
 
 
 def layout_of(stage):
