@@ -79,6 +79,8 @@ class Relay:
         attempts = new.folder / self.train.folder / "attempts.jsonl"
         lines = [line for line in attempts.read_text().splitlines(True) if json.loads(line)["segment"] == 3]
         attempts.write_text("".join(lines))
+        metrics = new.folder / self.train.folder / "metrics.jsonl"
+        metrics.write_text("".join(metrics.read_text().splitlines(True)[:3]))
         return new
 
     def start(self, *options: str, overrides: str = "", only_training: bool = True, **variables: str) -> Head:

@@ -8,7 +8,7 @@ from pathlib import Path
 def score(response: str, problem: object) -> float:
     """Depends on the response alone.
 
-    ``RELAY_PAUSE`` is in seconds, per step, as a step's responses are rated at once; ``RELAY_FAIL`` names a file that must not exist.
+    ``RELAY_PAUSE`` is in seconds, for each response that came to its end; ``RELAY_FAIL`` names a file that must not exist.
     """
     time.sleep(float(os.environ.get("RELAY_PAUSE", "0")))
     if os.environ.get("RELAY_FAIL") and Path(os.environ["RELAY_FAIL"]).exists():

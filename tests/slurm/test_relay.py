@@ -9,8 +9,8 @@ import pytest
 from tests.slurm.relay import PATIENCE, Relay
 
 pytestmark = pytest.mark.slurm
-SLOW = {"RELAY_PAUSE": "3"}
-"""Seconds a step."""
+SLOW = {"RELAY_PAUSE": "1"}
+"""A few seconds a step."""
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_ctrl_c_ends_the_jobs_and_says_how_many(half):
 
 def test_at_the_time_limit_the_state_is_saved_and_the_same_job_goes_on(undisturbed, half):
     options = ("--set-resources", "train:runtime=1", "--baton-warning", "25")
-    head = half.start(*options, RELAY_PAUSE="16")  # three steps do not fit into the minute
+    head = half.start(*options, RELAY_PAUSE="5")  # three steps do not fit into the minute
     assert head.wait(2 * PATIENCE) == 0, head.said()
     job = half.record().job
     assert half.jobs_submitted() == {job}
