@@ -96,7 +96,9 @@ class Subject:
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
         """``function(self, *args)`` on every rank of the layout, in fresh processes; the results by rank."""
         self.engine_class  # noqa: B018 - its module is imported once, here, and not on every rank
-        return run_ranks(LAYOUTS[self.layout].world_size, function, self, *args, timeout=timeout)
+        return run_ranks(
+            LAYOUTS[self.layout].world_size, function, self, *args, timeout=timeout, device=self.device
+        )
 
     def reference(self, model: Path, temperature: float = 1.0) -> Reference:
         """The plain model to compare with."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from engines.catalog import device_present
 from engines.registry import EngineRegistry
 from engines.training.batch import AGGREGATIONS
 from tests.conformance.check_contract import (
@@ -30,13 +33,14 @@ from tests.conformance.check_states import check_export, check_resume, check_sav
 from tests.conformance.subject import LAYOUTS, Subject
 from tests.support.models import FAMILIES
 
-TRIPLES = [
-    (t.model_type, t.backend, t.device)
-    for t in EngineRegistry.triples()
-    if t.state == "built" and t.device == "cpu"
+TRIPLES = [(t.model_type, t.backend, t.device) for t in EngineRegistry.triples() if t.state == "built"]
+SUBJECTS = [
+    Subject(*triple, name)
+    for triple in TRIPLES
+    for name, layout in LAYOUTS.items()
+    if triple[2] == "cpu" or layout.world_size <= getattr(torch, triple[2]).device_count()
 ]
-SUBJECTS = [Subject(*triple, layout) for triple in TRIPLES for layout in LAYOUTS]
-ON_TWO = [Subject(*triple, "world 2") for triple in TRIPLES]
+ON_TWO = [subject for subject in SUBJECTS if subject.layout == "world 2"]
 VALUE_MODELS = [subject for subject in SUBJECTS if subject.model_type == "value_model"]
 
 ALLOWED = ("torch", "transformers", "safetensors")
@@ -45,12 +49,10 @@ on_two_ranks = pytest.mark.parametrize("subject", ON_TWO, ids=str)
 
 
 def test_nothing_that_is_built_is_left_out() -> None:
-    assert set(TRIPLES) == {
-        (model_type, backend, "cpu")
-        for model_type in ("language_model", "value_model")
-        for backend in ("fsdp", "fsdp2")
-    }
-    assert len(SUBJECTS) == 16
+    devices = [device for device in ("cpu", "cuda", "npu") if device_present(device)]
+    keys = itertools.product(("language_model", "value_model"), ("fsdp", "fsdp2"), devices)
+    assert sorted(TRIPLES) == sorted(keys)
+    assert len([subject for subject in SUBJECTS if subject.device == "cpu"]) == 16
 
 
 def test_the_reference_knows_no_engine() -> None:
@@ -92,7 +94,7 @@ def test_budget_is_agreed(subject: Subject) -> None:
     check_budget(subject)
 
 
-@on_two_ranks
+@pytest.mark.parametrize("subject", [subject for subject in ON_TWO if subject.device == "cpu"], ids=str)
 @pytest.mark.parametrize(
     ("source", "target"), [("world 2", "world 1"), ("world 2", "world 4"), ("world 1", "HSDP 2x2")]
 )

@@ -1,14 +1,14 @@
-"""Real ranks for tests: forked processes that meet through gloo and a file, so torch is imported once."""
+"""Real ranks for tests: forked processes that meet in a file, so torch is imported once."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch._dynamo  # DTensor imports it on first use, for seconds: better once, before forking
 import torch.distributed as dist
+
+from engines.training.process_group import init_process_group
 
 torch.set_num_threads(1)  # here too: a pool of threads does not survive a fork
 
@@ -32,8 +34,12 @@ class RanksStuck(AssertionError):
     """The ranks did not finish in time; they were killed."""
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
-    """Call ``function(*args)`` on ``world_size`` fresh processes with a gloo group; returns their results by rank.
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60, device: str = "cpu"
+) -> list[Any]:
+    """Call ``function(*args)`` on ``world_size`` fresh processes of one group; returns their results by rank.
+
+    On accelerators each rank has its own; this process must not have used them.
 
     Raises:
         RankFailed: a rank raised (the first traceback is in the message) or died.
@@ -44,7 +50,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         ranks, pipes = [], []
         for rank in range(world_size):
             receive, send = context.Pipe(duplex=False)
-            arguments = (rank, world_size, Path(folder) / "store", timeout, send, function, args)
+            arguments = (rank, world_size, Path(folder) / "store", timeout, device, send, function, args)
             process = context.Process(target=_rank, args=arguments, daemon=True)
             process.start()
             send.close()
@@ -63,18 +69,14 @@ def _rank(
     world_size: int,
     store: Path,
     timeout: float,
+    device: str,
     pipe: Connection,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(store), world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout),
-    )
+    os.environ["LOCAL_RANK"] = str(rank)
+    init_process_group(device, rank, world_size, dist.FileStore(str(store), world_size), timeout)
     try:
         answer = ("result", function(*args))
     except BaseException as error:  # reported to the parent, whatever it is
