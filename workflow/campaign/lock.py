@@ -101,6 +101,11 @@ class FolderLock:
         except (FileNotFoundError, ValueError, TypeError):
             return None
 
+    @property
+    def lost(self) -> bool:
+        """Whether somebody else has taken the lock from us."""
+        return self._mine and self.holder() not in (None, _myself())
+
     def release(self) -> None:
         """Give the lock back; nothing happens when it is not ours."""
         self._stop.set()
@@ -136,9 +141,9 @@ class FolderLock:
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
-            holder = self.holder()
-            if holder is not None and holder != _myself() and not self._stop.is_set() and self._on_lost:
-                self._on_lost()
+            if self.lost:
+                if self._on_lost is not None:
+                    self._on_lost()
                 return
             try:
                 os.utime(self.path)

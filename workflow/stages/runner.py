@@ -120,6 +120,8 @@ class StageContext:
     log: logging.Logger
     attempts: AttemptLog
     _input_folders: dict[str, Path] = field(default_factory=dict)
+    lock: FolderLock | None = None
+    """Of the folder. Not held for ever: SLURM may give up a node on which this process goes on."""
 
     def input_path(self, name: str) -> Path:
         """The folder of an input's published files."""
@@ -130,7 +132,9 @@ class StageContext:
         return Progress(f"{description} {self.spec.slug}", total)
 
     def step_done(self, step: int) -> None:
-        """Training: note that ``step`` is complete, for the record of attempts."""
+        """Training: note that ``step`` is complete, for the record of attempts. Ends the process when its folder is another's."""
+        if self.lock is not None and self.lock.lost:
+            _leave()
         self.attempts.step_done(step)
 
 
@@ -161,19 +165,19 @@ def run(stage: str, plan_path: Path, key: str, step: int | None = None) -> int:
         print(f"{stage} {key}: refused: {error}", file=sys.stderr)
         return REFUSED
     output = Path(spec.output_folder(step))
-    lock = FolderLock(Path(spec.folder), job_is_final=job_is_final, on_lost=lambda: os._exit(STOPPED))
+    lock = FolderLock(Path(spec.folder), job_is_final=job_is_final, on_lost=_leave)
     if _published(spec, output) is not None:
         return PUBLISHED
     _wait_for(lock, spec)
     try:
         if _published(spec, output) is not None:  # by the process we waited for
             return PUBLISHED
-        return _attempt(plan, spec, step)
+        return _attempt(plan, spec, step, lock)
     finally:
         lock.release()
 
 
-def _attempt(plan: Plan, spec: StageSpec, step: int | None) -> int:
+def _attempt(plan: Plan, spec: StageSpec, step: int | None, lock: FolderLock) -> int:
     """One start, from the record of attempts to the manifest or the record of the failure."""
     log_path = Path(spec.log(step))
     attempts = AttemptLog(Path(spec.folder), step, log_path)
@@ -185,6 +189,7 @@ def _attempt(plan: Plan, spec: StageSpec, step: int | None) -> int:
     try:
         stop.install()
         context = _context(plan, spec, step, stop, log, attempts)
+        context.lock = lock
         result = importlib.import_module(f"workflow.stages.{spec.stage}").main(context)
         if result.steps_done < result.steps_planned:
             raise StageIncomplete(f"{result.steps_done} of {result.steps_planned} steps were done")
@@ -203,6 +208,11 @@ def _attempt(plan: Plan, spec: StageSpec, step: int | None) -> int:
     _release(plan, spec, log)
     log.info("published %s", spec.manifest(step))
     return PUBLISHED
+
+
+def _leave() -> None:
+    """Another start has the folder: write nothing more, record nothing."""
+    os._exit(STOPPED)
 
 
 def _check_plan(plan: Plan, spec: StageSpec, step: int | None) -> None:
