@@ -139,7 +139,9 @@ class StateStore:
     def _folders(self) -> dict[int, Path]:
         if not self.folder.is_dir():
             return {}
-        return {_step(path): path for path in self.folder.iterdir() if _STEP.fullmatch(path.name)}
+        # An empty folder holds no state: a workflow engine makes it for the manifest that is to come.
+        found = [path for path in self.folder.iterdir() if _STEP.fullmatch(path.name) and any(path.iterdir())]
+        return {_step(path): path for path in found}
 
     def _newest_bytes(self) -> int:
         for path in sorted(self._folders().values(), key=_step, reverse=True):
@@ -154,7 +156,7 @@ class StateStore:
 
     def _publish(self, temporary: Path, step: int) -> Path:
         final = self.folder / _name(step)
-        if final.exists():
+        if final.exists() and any(final.iterdir()):
             try:
                 verify_state(final)
             except StateError as error:

@@ -79,6 +79,14 @@ def test_newest_is_the_largest_step_and_none_without_states(tmp_path: Path) -> N
     assert store.newest(at_most=4) is None
 
 
+def test_an_empty_folder_of_a_step_is_no_state_and_no_obstacle(tmp_path: Path, caplog) -> None:
+    (tmp_path / "step000002").mkdir()  # as a workflow engine does for an output to come
+    store = StateStore(tmp_path)
+    assert store.newest() is None
+    assert value(save(store, 2)) == 2
+    assert not caplog.records
+
+
 def _remove_state_file(path: Path) -> None:
     (path / "state.json").unlink()
 
