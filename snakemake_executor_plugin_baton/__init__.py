@@ -25,6 +25,8 @@ from workflow.cluster.slurm import forget_allocation
 
 WAKE_SECONDS = 0.05
 """In which a new job is noticed."""
+FEW_JOBS = 20
+"""As many are looked at in every ``poll``; for more the file system gets as many looks per second, not more."""
 
 
 @dataclass
@@ -35,7 +37,9 @@ class ExecutorSettings(ExecutorSettingsBase):
         default=2 * SIGNAL_SLACK,
         metadata={"help": "Seconds before the end of a job at which its stage is told to save its state"},
     )
-    poll: float = field(default=0.5, metadata={"help": "Seconds between looks for new manifests"})
+    poll: float = field(
+        default=0.5, metadata={"help": "Seconds between looks for new manifests, of up to 20 jobs"}
+    )
 
 
 common_settings = CommonSettings(
@@ -101,7 +105,8 @@ class Executor(RemoteExecutor):
 
     async def sleep(self) -> None:
         """Until the next look, or a new job."""
-        end = time.monotonic() + self.executor_settings.poll
+        crowd = max(len(self._stages) / FEW_JOBS, 1.0)
+        end = time.monotonic() + self.executor_settings.poll * crowd
         while not self._wake.is_set() and time.monotonic() < end:
             await asyncio.sleep(WAKE_SECONDS)
         self._wake.clear()

@@ -12,36 +12,33 @@ from workflow.cluster.launcher import unprogressed
 
 
 def record(path, *starts):
-    """Starts of the segment that ends at step 20: (job, first step, last step, end)."""
+    """Starts of the segment that ends at step 20: (job, restart, first step, last step, end)."""
     lines = []
-    for number, (job, first, last, end) in enumerate(starts, 1):
-        lines.append({"segment": 20, "number": number, "job": job, "restart": number - 1})
-        if end is not None:
-            lines.append(
-                {"segment": 20, "number": number, "first_step": first, "last_step": last, "end": end}
-            )
+    for number, (job, restart, first, last, end) in enumerate(starts, 1):
+        lines.append({"segment": 20, "number": number, "job": job, "restart": restart})
+        steps = {"first_step": first, "last_step": last}
+        lines.append({"segment": 20, "number": number, "end": end} | (steps if end != "killed" else {}))
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn')
 
 
 @pytest.mark.parametrize(
-    ("starts", "count"),
+    ("starts", "restart", "count"),
     [
-        ([("7", 1, 4, "stopped")], 0),
-        ([("7", None, None, "stopped")], 0),
-        ([("7", None, None, "stopped"), ("7", None, None, "stopped")], 2),
-        ([("7", 1, 4, "stopped"), ("7", None, None, "stopped"), ("7", None, None, "stopped")], 2),
-        ([("7", None, None, "stopped"), ("7", 1, 2, "stopped")], 0),
-        ([("6", None, None, "stopped"), ("7", None, None, "stopped")], 0),
-        ([("7", None, None, "killed"), ("7", 5, 6, "stopped"), ("7", None, None, "stopped")], 0),
+        ([("7", 0, 1, 4, "stopped")], 0, 0),
+        ([("7", 0, None, None, "stopped")], 0, 0),
+        ([("7", 0, None, None, "stopped"), ("7", 1, None, None, "stopped")], 1, 2),
+        ([("7", 0, 1, 4, "stopped"), ("7", 1, None, None, "stopped"), ("7", 2, None, None, "stopped")], 2, 2),
+        ([("7", 0, None, None, "stopped"), ("7", 1, 1, 2, "stopped")], 1, 0),
+        ([("6", 0, None, None, "stopped"), ("7", 0, None, None, "stopped")], 0, 0),
+        ([("7", 0, None, None, "killed"), ("7", 1, 5, 6, "stopped"), ("7", 2, None, None, "stopped")], 2, 0),
+        ([("7", 0, 1, 2, "stopped")], 2, 2),
     ],
-    ids=["progress", "once", "twice", "twice after progress", "once, then", "another job", "after a kill"],
+    ids=["progress", "once", "twice", "after", "then", "another job", "killed", "before the stage began"],
 )
-def test_two_starts_of_a_job_without_a_new_step_are_enough(tmp_path, starts, count):
+def test_two_starts_of_a_job_without_a_new_step_are_enough(tmp_path, starts, restart, count):
     path = tmp_path / "attempts.jsonl"
     record(path, *starts)
-    assert unprogressed(path, 20, "7") == count
-    assert unprogressed(path, 40, "7") == 0
-    assert unprogressed(tmp_path / "missing", 20, "7") == 0
+    assert unprogressed(path, 20, "7", restart) == count
 
 
 def test_a_rules_command_is_taken_apart():

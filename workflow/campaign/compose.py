@@ -35,7 +35,24 @@ def load_campaign(name: str, configs: Path) -> CampaignConfig:
         raise ConfigError(
             f"{path}: expected keys and values; known keys: {', '.join(CampaignConfig.model_fields)}"
         )
-    return parse(CampaignConfig, values, path=str(path))
+    campaign = parse(CampaignConfig, values, path=str(path))
+    return campaign if campaign.base is None else _based(campaign, load_campaign(campaign.base, configs))
+
+
+def _based(campaign: CampaignConfig, base: CampaignConfig) -> CampaignConfig:
+    """A campaign laid over the one that it starts from."""
+
+    def laid(over: dict[str, list[str]], under: dict[str, list[str]]) -> dict[str, list[str]]:
+        return {name: [*under.get(name, []), *over.get(name, [])] for name in {**under, **over}}
+
+    return campaign.model_copy(
+        update={
+            "common": [*base.common, *campaign.common],
+            "runs": laid(campaign.runs, base.runs),
+            "controls": laid(campaign.controls, base.controls),
+            "segments": campaign.segments if "segments" in campaign.model_fields_set else base.segments,
+        }
+    )
 
 
 @dataclass(frozen=True)

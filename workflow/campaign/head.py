@@ -54,10 +54,16 @@ class Head:
         """Where jobs go: the site of the runs, or of a given plan.
 
         Raises:
-            ConfigError: the site's file is gone or wrong.
+            ConfigError: the site's file is gone or wrong, or the runs have several.
         """
         if self.runs:
-            return self.runs[0].config.site
+            site = self.runs[0].config.site
+            if others := [run.name for run in self.runs if run.config.site != site]:
+                raise ConfigError(
+                    f"run {others[0]!r} has other values below site than run {self.runs[0].name!r}: "
+                    "all runs of a campaign go to one site; set them for all, or on the command line"
+                )
+            return site
         return load_site(self.plan.options.get("site") or LOCAL, source_root() / "configs")
 
     def start(self) -> None:

@@ -224,9 +224,20 @@ class RewardConfig(Config):
     def _needs(self) -> RewardConfig:
         if (self.kind == "regex") != (self.pattern is not None):
             raise ValueError("pattern belongs to kind=regex")
+        if self.pattern is not None:
+            _check_pattern(self.pattern)
         if (self.kind == "function") != (self.function is not None):
             raise ValueError("function belongs to kind=function")
         return self
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"pattern={pattern!r} is no regular expression: {error}") from None
+    if not groups:
+        raise ValueError(f"pattern={pattern!r} has no group; put the answer's part in parentheses")
 
 
 class EvaluateConfig(Config):
@@ -311,6 +322,8 @@ class CampaignConfig(Config):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of its folder below results/."""
+    base: str | None = None
+    """Another campaign that this one starts from: overrides are added behind its own, run by run; segments are its own unless set."""
     common: list[str] = []
     """Overrides of every run."""
     runs: dict[str, list[str]] = Field(min_length=1)

@@ -139,6 +139,9 @@ class StageJobs:
         self._cancelled = False
         self._ask_at, self._ask_every = 0.0, ASK_SECONDS[0]
 
+    def __len__(self) -> int:
+        return len(self._jobs)
+
     def start(
         self,
         spec: StageSpec,

@@ -180,7 +180,7 @@ class _Start:
         state = self._state()
         if state not in ("RUNNING", None):
             return self._end("stopped", code, f"the job is {state}")
-        if starts := unprogressed(Path(task.folder, task.attempts), task.step, self._job):
+        if starts := unprogressed(Path(task.folder, task.attempts), task.step, self._job, self._restart):
             return self._end("no progress", code, f"no new step in {starts} starts of this job")
         if not task.requeue:
             return self._end("requeue refused", code, "the site does not requeue jobs")
@@ -223,27 +223,34 @@ class _Start:
         print(f"{clock} baton launcher: {text}", flush=True)
 
 
-def unprogressed(attempts: Path, segment: int | None, job: str) -> int:
-    """Starts of ``job``, the last ones, that brought no new step; 0 while there are fewer than two of them.
+def unprogressed(attempts: Path, segment: int | None, job: str, restart: int) -> int:
+    """The last starts of ``job``, up to ``restart``, that brought no new step; 0 while there are fewer than two of them.
 
-    A start's last step is in its own record; of a killed one it shows in where the next start began.
+    A start's last step is in its own record; of a killed one it shows in where the next start began. A start without a record
+    ended before its stage began.
     """
-    starts: dict[int, dict] = {}
-    if attempts.exists():
-        for line in attempts.read_text(encoding="utf-8").splitlines():
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            if entry["segment"] == segment:
-                starts.setdefault(entry["number"], {}).update(entry)
+    recorded = _starts(attempts, segment)
+    numbers = {s["restart"]: number for number, s in recorded.items() if s.get("job") == job}
     without = 0
-    for number in sorted(starts, reverse=True):
-        start = starts[number]
-        following = starts.get(number + 1, {})
-        reached = start.get("last_step") or (following.get("first_step") or 1) - 1
-        before = max((s.get("last_step") or 0 for n, s in starts.items() if n < number), default=0)
-        if start.get("job") != job or reached > before:
-            break
+    for count in range(restart, -1, -1):
+        if (number := numbers.get(count)) is not None:
+            following = recorded.get(number + 1, {})
+            reached = recorded[number].get("last_step") or (following.get("first_step") or 1) - 1
+            before = max((s.get("last_step") or 0 for n, s in recorded.items() if n < number), default=0)
+            if reached > before:
+                break
         without += 1
     return without if without >= UNPROGRESSED_STARTS else 0
+
+
+def _starts(attempts: Path, segment: int | None) -> dict[int, dict]:
+    """A segment's starts by number; a line that a kill cut short is passed over."""
+    starts: dict[int, dict] = {}
+    for line in attempts.read_text(encoding="utf-8").splitlines() if attempts.exists() else []:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if entry["segment"] == segment:
+            starts.setdefault(entry["number"], {}).update(entry)
+    return starts
