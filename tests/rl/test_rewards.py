@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from engines.config import ConfigError, parse
 from workflow.campaign.schema import DataConfig, RewardConfig
 from workflow.data import Problem, UserFunctionError, load_problems
-from workflow.rl.rewards import Rewarder, RewardError, placed_share
+from workflow.rl.rewards import Rewarder, placed_share
 
 DATA = parse(
     DataConfig,
@@ -65,7 +65,7 @@ def test_regex():
 
 @pytest.mark.parametrize(("pattern", "message"), [("(", "no regular expression"), ("x+", "has no group")])
 def test_bad_patterns(pattern, message):
-    with pytest.raises(RewardError, match=message):
+    with pytest.raises(ConfigError, match=message):
         score(WORDS, "x", kind="regex", pattern=pattern)
 
 

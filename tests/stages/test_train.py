@@ -158,6 +158,8 @@ def test_cut_and_killed_equals_uninterrupted(prepared, tmp_path, name):
         first, second = ({k: v for k, v in line.items() if not any(t in k for t in timing)} for line in lines)
         assert first == second
     assert [line["step"] for line in curves[1]] == [1, 2, 3, 4, 5, 6]
+    # While the critic warms up, the actor does not learn.
+    assert ["actor/loss" in line for line in curves[1]] == [name == "grpo"] + [True] * 5
     assert len({line["reward"] for line in curves[1]}) > 3
     assert all(abs(line["rollout_ratio_max"] - 1) <= 1e-5 for line in curves[1])
     assert all(abs(line["rollout_ratio_min"] - 1) <= 1e-5 for line in curves[1])

@@ -21,6 +21,8 @@ class DataCursor:
     digests: Sequence[str] = field(repr=False)
     epoch: int = 0
     position: int = 0
+    _orders: dict[int, list[int]] = field(default_factory=dict, repr=False, compare=False)
+    """Of the epoch that the cursor is in: making it anew for every step would cost a hash per problem."""
 
     def take(self, count: int) -> list[int]:
         """Indices of the next ``count`` problems; moves the cursor."""
@@ -34,9 +36,10 @@ class DataCursor:
         return taken
 
     def _order(self, epoch: int) -> list[int]:
-        return sorted(
-            range(len(self.digests)), key=lambda i: stream_key(self.run, "epoch", epoch, self.digests[i])
-        )
+        if epoch not in self._orders:
+            keys = [stream_key(self.run, "epoch", epoch, digest) for digest in self.digests]
+            self._orders = {epoch: sorted(range(len(keys)), key=keys.__getitem__)}
+        return self._orders[epoch]
 
     def state(self) -> dict[str, Any]:
         """JSON state."""

@@ -12,11 +12,6 @@ from engines.streams import stream_key
 from workflow.campaign.schema import DataConfig, RewardConfig
 from workflow.data import Problem, UserFunction, Verifier, demonstration
 
-
-class RewardError(ValueError):
-    """A reward that cannot be computed as configured."""
-
-
 RewardFunction = Callable[[str, Problem], float]
 
 
@@ -37,8 +32,7 @@ class Rewarder:
     A response that was cut off before its end earns no base reward and is never correct.
 
     Raises:
-        RewardError: the pattern is not valid.
-        UserFunctionError: the user's function cannot be imported; later, when it fails on a response.
+        UserFunctionError: the user's function cannot be imported; from ``score``, that it failed on a response.
     """
 
     def __init__(self, config: RewardConfig, data: DataConfig):
@@ -91,12 +85,7 @@ def _finite(reward: Any) -> float:
 
 
 def _pattern_match(pattern: str) -> RewardFunction:
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise RewardError(f"reward.pattern={pattern!r} is no regular expression: {error}") from None
-    if compiled.groups < 1:
-        raise RewardError(f"reward.pattern={pattern!r} has no group; put the answer's part in parentheses")
+    compiled = re.compile(pattern)
 
     def match(response: str, problem: Problem) -> float:
         found = compiled.search(response)

@@ -105,7 +105,8 @@ class PPOTrainer:
         """A response to every problem, as a batch; samples of one prompt carry the same ``group``."""
         size = self.algorithm.samples_per_prompt
         places = [divmod(i, size) for i in range(len(problems))]
-        prompts = [self.encoder.prompt_ids(self.data, problem) for problem in problems]
+        encoded = {p.digest: self.encoder.prompt_ids(self.data, p) for p in problems[::size]}
+        prompts = [encoded[problem.digest] for problem in problems]
         requests = [
             Request(prompt, stream_key(self.run, "rollout", self.steps_done, place, sample))
             for prompt, (place, sample) in zip(prompts, places, strict=True)
