@@ -164,6 +164,21 @@ def test_a_job_whose_node_is_lost_comes_back_on_another_though_the_first_start_l
     assert half.weights() == undisturbed.weights()
 
 
+def test_where_jobs_may_not_be_requeued_a_new_one_is_submitted_away_from_the_lost_node(undisturbed, half):
+    head = half.start(**SLOW, overrides="site.requeue=false")
+    first = half.job(head, "RUNNING").job
+    half.steps(head, 1)
+    node = half.cluster.run("squeue", "-h", "-j", first, "-o", "%N").strip()
+    half.cluster.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
+    assert head.wait() == 0, head.said()
+    half.cluster.wait_until_idle()
+    assert f"NODE_FAIL: SLURM job {first} ended as NODE_FAIL" in head.said()
+    record = half.record()
+    assert (record.attempt, record.excluded) == (2, [node])
+    assert half.jobs_submitted() == {first, record.job}
+    assert half.weights() == undisturbed.weights()
+
+
 def test_without_sacct_and_over_a_restart_of_the_controller(undisturbed, half):
     cluster = half.cluster
     cluster.stop_daemon("slurmdbd")
