@@ -56,7 +56,7 @@ def test_each_stage_is_a_job_on_the_partition_of_its_device_key(undisturbed):
 
 
 def test_a_killed_head_finds_its_job_again_while_it_waits_and_while_it_runs(undisturbed, half, closed):
-    head = half.start(**SLOW)
+    head = half.start(RELAY_PAUSE="5")  # the job goes on for longer than a head takes to start
     waiting = half.job(head, "PENDING")
     head.kill()
 
