@@ -2,9 +2,7 @@ import itertools
 
 import pytest
 
-from engines.config import parse
 from tests.data.test_prompt import DATA
-from workflow.campaign.schema import SftConfig
 from workflow.data import (
     CHAT_TEMPLATE,
     PromptEncoder,
@@ -33,7 +31,7 @@ def problems():
 
 def shown(problems, encoder, run="run", **values):
     """The demonstrated answers as text, and the batch that they stand in."""
-    batch = demonstrations(DATA, parse(SftConfig, values), problems, encoder, run)
+    batch = demonstrations(DATA.model_copy(update=values), problems, encoder, run)
     mask, ids = batch.tokens["loss_mask"] > 0, batch.tokens["input_ids"]
     bounds = batch.cu_seqlens.tolist()
     pieces = [ids[a:b][mask[a:b]].tolist() for a, b in itertools.pairwise(bounds)]

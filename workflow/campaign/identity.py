@@ -146,7 +146,7 @@ _CONTENT_PATHS = {
     "data.train_file": _path_content,
     "data.heldout_file": _path_content,
     "reward.function": _function_content,
-    "sft.wrong_answer": _function_content,
+    "data.wrong_answer": _function_content,
 }
 
 

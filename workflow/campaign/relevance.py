@@ -29,7 +29,7 @@ _RULES: tuple[tuple[tuple[str, ...], _Test, str], ...] = (
     (("reference", "algorithm.kl.estimator", "algorithm.kl.coefficient"),
      lambda run: run.algorithm.kl.place != "none", "algorithm.kl.place=none builds no reference model"),
     (("algorithm.kl.target", "algorithm.kl.horizon"), lambda run: run.algorithm.kl.adaptive, "algorithm.kl.adaptive=false"),
-    (("sft.wrong_answer",), lambda run: run.sft.wrong_share > 0, "sft.wrong_share=0"),
+    (("data.wrong_answer",), lambda run: run.data.wrong_share > 0, "data.wrong_share=0"),
     (("data.train_file", "data.heldout_file"), lambda run: not run.data.tasks, "data.tasks is set"),
     (("model.tokenizer",), lambda run: run.model.architecture is not None, "the model brings its own tokenizer"),
     (("model.trust_remote_code",), lambda run: run.model.path is not None, "only a model folder can carry code"),

@@ -86,6 +86,10 @@ class DataConfig(Config):
     """What the user turn says; fields: question, and metadata by its keys. {field!i} writes whole numbers without ".0"."""
     answer: str = "{answer}"
     """What a demonstration says, with the same fields and answer; the verifier judges its content, not its form."""
+    wrong_share: float = Field(0.0, ge=0, lt=1)
+    """Share of demonstrations that may be wrong: a weak teacher, as real demonstrations are."""
+    wrong_answer: str | None = None
+    """module:function that says what the weak teacher answers to a problem; another problem's answer when not set."""
     max_prompt_tokens: int = Field(512, ge=1)
     """A longer prompt is refused before anything starts."""
 
@@ -106,10 +110,6 @@ class SftConfig(Config):
     """Sequences per step."""
     demonstrations: int = Field(1024, ge=1)
     """The first so many training problems are demonstrated."""
-    wrong_share: float = Field(0.0, ge=0, lt=1)
-    """Share of demonstrations that may be wrong: a weak teacher, as real demonstrations are."""
-    wrong_answer: str | None = None
-    """module:function that says what the weak teacher answers to a problem; another problem's answer when not set."""
     lr: float = Field(1e-3, gt=0, le=1)
     """Peak learning rate."""
     optimizer: AdamWConfig = AdamWConfig()

@@ -1,4 +1,4 @@
-"""Weak teachers for ``sft.wrong_answer``: they answer as somebody would who missed part of the question."""
+"""Weak teachers for ``data.wrong_answer``: they answer as somebody would who missed part of the question."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """sft: supervised fine-tuning on demonstrations, from the base model to the model that RL starts from.
 
 Short, and the same for all runs that share it; so it is not cut into segments, and when interrupted it starts again.
-Demonstrations are the answers of the first training problems; with ``sft.wrong_share`` a weak teacher gives some of them, as
+Demonstrations are the answers of the first training problems; with ``data.wrong_share`` a weak teacher gives some of them, as
 real demonstrations have it.
 """
 
@@ -16,15 +16,15 @@ from engines.streams import stream_key
 from engines.training.batch import PackedBatch
 from engines.workers.group import build_groups
 from engines.workers.spec import RoleSpec
-from workflow.campaign.schema import DataConfig, SftConfig
+from workflow.campaign.schema import DataConfig
 from workflow.data import Problem, PromptEncoder, UserFunction, demonstration, load_problems
 from workflow.rl.batches import demonstration_batch
 from workflow.rl.losses import SftLoss
+from workflow.rl.metrics import SFT_CURVE_FILE
 from workflow.rl.order import DataCursor
 from workflow.stages.runner import StageContext, StageResult
 
 ROLE = "actor"
-CURVE_FILE = "loss.jsonl"
 
 
 def main(context: StageContext) -> StageResult:
@@ -32,7 +32,7 @@ def main(context: StageContext) -> StageResult:
     config, run = context.config, context.spec.learning_identity
     base = context.input_path("model") / "model"
     problems = load_problems(config.data, "train")[: config.sft.demonstrations]
-    examples = demonstrations(config.data, config.sft, problems, PromptEncoder(base), run)
+    examples = demonstrations(config.data, problems, PromptEncoder(base), run)
     cursor = DataCursor(run, [problem.digest for problem in problems])
     spec = RoleSpec(
         ROLE, "language_model", config.engine, base, config.sft.optimizer.at(config.sft.lr), config.sft.steps
@@ -48,9 +48,9 @@ def main(context: StageContext) -> StageResult:
         model = context.folder / "model"
         shutil.rmtree(model, ignore_errors=True)
         group.export(ROLE, model)
-    (context.folder / CURVE_FILE).write_text("".join(json.dumps(point) + "\n" for point in curve))
+    (context.folder / SFT_CURVE_FILE).write_text("".join(json.dumps(point) + "\n" for point in curve))
     return StageResult(
-        files=[Path("model"), Path(CURVE_FILE)],
+        files=[Path("model"), Path(SFT_CURVE_FILE)],
         metrics=curve[-1],
         steps_planned=config.sft.steps,
         steps_done=len(curve),
@@ -60,14 +60,14 @@ def main(context: StageContext) -> StageResult:
 
 
 def demonstrations(
-    data: DataConfig, sft: SftConfig, problems: Sequence[Problem], encoder: PromptEncoder, run: str
+    data: DataConfig, problems: Sequence[Problem], encoder: PromptEncoder, run: str
 ) -> PackedBatch:
     """Every problem's prompt and demonstrated answer, in the order of ``problems``."""
     answers = [demonstration(data, problem) for problem in problems]
-    teacher = UserFunction("sft.wrong_answer", sft.wrong_answer, str) if sft.wrong_answer else None
+    teacher = UserFunction("data.wrong_answer", data.wrong_answer, str) if data.wrong_answer else None
     shown = [
         weak_answer(i, problems, answers, teacher, run)
-        if stream_key(run, "teacher", problem.digest) < sft.wrong_share * 2**63
+        if stream_key(run, "teacher", problem.digest) < data.wrong_share * 2**63
         else answers[i]
         for i, problem in enumerate(problems)
     ]
@@ -78,7 +78,7 @@ def demonstrations(
 def weak_answer(
     index: int, problems: Sequence[Problem], answers: Sequence[str], teacher: UserFunction | None, run: str
 ) -> str:
-    """What a weak teacher answers to problem ``index``: what ``sft.wrong_answer`` says, or another problem's answer."""
+    """What a weak teacher answers to problem ``index``: what ``data.wrong_answer`` says, or another problem's answer."""
     problem = problems[index]
     if teacher is not None:
         return teacher(problem=problem)
