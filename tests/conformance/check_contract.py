@@ -17,6 +17,7 @@ from tests.conformance.check_numbers import OUTPUTS, batches
 from tests.conformance.data import LENGTHS, Sequence
 from tests.conformance.losses import PoisonedLoss
 from tests.conformance.subject import (
+    ADAMW,
     Mismatch,
     Subject,
     exported,
@@ -126,7 +127,7 @@ def check_modes(subject: Subject) -> None:
     """Dropout acts in training when the model has it, never in inference, and the mode is restored after each."""
     model, (sequences,) = subject.model(attention_dropout=0.5), batches(1)
     reference = subject.reference(model)
-    right = copy.deepcopy(reference).train([sequences], subject.loss, _ANY_ADAMW).losses[0]
+    right = copy.deepcopy(reference).train([sequences], subject.loss, ADAMW).losses[0]
     ranks = subject.run(_modes, model, sequences)
     for rank, size, inferred, _, _, trainings in ranks:
         expected = reference.infer(sequences[rank::size])
@@ -142,9 +143,6 @@ def check_modes(subject: Subject) -> None:
     )
     trained = merged([metrics for *_, metrics, _ in ranks])["loss"]
     require(abs(trained - right) > 1e-3 * abs(right), f"loss in training is {trained}: no dropout")
-
-
-_ANY_ADAMW = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.0, "clip_grad_norm": 1.0}
 
 
 def _modes(subject: Subject, model: Path, sequences: list[Sequence]) -> tuple:
