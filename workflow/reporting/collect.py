@@ -11,9 +11,7 @@ from typing import Any
 
 from workflow.campaign.plan import Plan, RunPlan, StageSpec
 from workflow.manifest import Manifest, ManifestError, read_manifest
-
-METRICS_FILE = "metrics.jsonl"
-SFT_CURVE_FILE = "loss.jsonl"
+from workflow.rl.metrics import METRICS_FILE, SFT_CURVE_FILE, read_metrics
 
 
 @dataclass(frozen=True)
@@ -167,19 +165,12 @@ def collect(plan: Plan, plan_path: Path) -> Campaign:
 def _run(plan: Plan, name: str, planned: RunPlan) -> Run:
     jobs = [_job(plan.stages[id], step) for id in planned.ids() for step in plan.stages[id].cuts or [None]]
     run = Run(name, planned, jobs)
-    run.metrics = read_lines(Path(run.train.folder) / METRICS_FILE)
+    run.metrics = read_metrics(Path(run.train.folder) / METRICS_FILE)
     for spec in [job.spec for job in jobs if job.spec.stage == "sft"]:
         before = len(run.sft_curve)
-        curve = read_lines(Path(spec.folder) / SFT_CURVE_FILE)
+        curve = read_metrics(Path(spec.folder) / SFT_CURVE_FILE)
         run.sft_curve += [{**point, "step": point["step"] + before} for point in curve]
     return run
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a JSONL file; none when it is missing. A last line that a kill cut short is passed over."""
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1] if line]
 
 
 def _job(spec: StageSpec, step: int | None) -> Job:

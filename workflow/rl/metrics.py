@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+METRICS_FILE, SFT_CURVE_FILE = "metrics.jsonl", "loss.jsonl"
+"""Names of such files in the folders of the stages train and sft."""
+
 
 class MetricsLog:
     """Appends to ``path``, after cutting what lies beyond ``resumed_step``: those steps will be done again."""

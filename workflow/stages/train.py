@@ -18,12 +18,10 @@ from engines.workers.group import WorkerGroup, build_groups
 from engines.workers.spec import RoleSpec
 from workflow.campaign.slice import Slice
 from workflow.data import PromptEncoder, load_problems
-from workflow.rl.metrics import MetricsLog, read_metrics
+from workflow.rl.metrics import METRICS_FILE, MetricsLog, read_metrics
 from workflow.rl.rewards import Rewarder
 from workflow.rl.trainer import PPOTrainer, optimizer_steps
 from workflow.stages.runner import StageContext, StageResult, StoppedOnRequest
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class TooFewSteps(RuntimeError):
