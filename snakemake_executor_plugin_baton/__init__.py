@@ -15,7 +15,9 @@ from snakemake_interface_common.exceptions import WorkflowError
 from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 from snakemake_interface_executor_plugins.executors.remote import RemoteExecutor
 from snakemake_interface_executor_plugins.jobs import JobExecutorInterface
+from snakemake_interface_executor_plugins.logging import LoggerExecutorInterface
 from snakemake_interface_executor_plugins.settings import CommonSettings, ExecutorSettingsBase
+from snakemake_interface_executor_plugins.workflow import WorkflowExecutorInterface
 
 from engines.config import ConfigError
 from workflow.campaign.head import RESULTS, Head
@@ -54,16 +56,17 @@ common_settings = CommonSettings(
 class Executor(RemoteExecutor):
     """Snakemake's jobs on one side, :class:`workflow.cluster.executor.StageJobs` on the other."""
 
-    def __post_init__(self) -> None:
-        head = self.workflow.globals.get("HEAD")
+    def __init__(self, workflow: WorkflowExecutorInterface, logger: LoggerExecutorInterface) -> None:
+        head = workflow.globals.get("HEAD")
         if not isinstance(head, Head):
             raise WorkflowError("the executor baton runs Baton's own Snakefile: no HEAD is defined")
         forget_allocation()
         self._plan = head.plan
         self._wake = threading.Event()
         self._stages = StageJobs(
-            head.site, RESULTS, head.code, self.logger.info, self.executor_settings.warning
+            head.site, RESULTS, head.code, logger.info, workflow.executor_settings.warning
         )
+        super().__init__(workflow, logger)  # starts the thread that watches
 
     def run_job(self, job: JobExecutorInterface) -> None:
         """Take up a job; it is submitted by the thread that watches."""

@@ -295,6 +295,7 @@ class StageJobs:
             device=spec.device.computed,
             site_key=f"site.devices.{key}",
             offered=self._site.devices[key],
+            manifest=spec.manifest(job.step),
             attempts=f"{spec.folder}/{ATTEMPTS}",
             time_seconds=request.time_seconds,
             warning_seconds=request.warning_seconds,

@@ -54,6 +54,8 @@ class Task(Config):
     site_key: str
     """Where the site file describes it, for messages."""
     offered: DeviceSite
+    manifest: str
+    """What the stage publishes, relative to ``folder``."""
     attempts: str
     """The stage's record of starts, relative to ``folder``."""
     time_seconds: int
@@ -104,8 +106,8 @@ class _Start:
         except (ConfigError, DevicesUnclear) as error:
             return self._end("refused", REFUSED, str(error))
         code = self._wait(subprocess.Popen(["bash", "-c", script], cwd=task.folder))
-        if code == PUBLISHED:
-            return self._end("published", code)
+        if code == PUBLISHED or Path(task.folder, task.manifest).exists():  # ended while it was leaving
+            return self._end("published", PUBLISHED)
         if code == REFUSED:
             return self._end("refused", code)
         if code in _STOP_CODES and (self._told or self._terminated):
