@@ -71,7 +71,6 @@ class RayCluster:
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level="error",
-                    _node_ip_address="127.0.0.1",
                     _temp_dir=str(self.folder / "ray"),
                 )
         except BaseException:

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError
 
 from engines.workers.group import WorkerError, WorkerGroup
 from engines.workers.host import RankHost, RankPlace
@@ -39,7 +39,8 @@ class RankActor(RankHost):
 
     def open_store(self) -> tuple[str, int]:
         """Rank 0: open the store where all ranks meet, on a free port; its address."""
-        host = ray.util.get_node_ip_address()
+        loopback = os.environ.get("GLOO_SOCKET_IFNAME") == "lo"
+        host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
         self._store = dist.TCPStore(host, 0, self._world_size, is_master=True, wait_for_workers=False)
         return host, self._store.port
 
@@ -93,7 +94,7 @@ class RayGroup(WorkerGroup):
             done, pending = ray.wait(pending, num_returns=1)
             try:
                 results[done[0]] = ray.get(done[0])
-            except (RayActorError, RayTaskError) as error:
+            except RayError as error:
                 failures = {calls.index(done[0]): error, **self._other_failures(calls, pending)}
                 self._failure = self._explain(method, failures)
                 self._kill()
@@ -106,7 +107,7 @@ class RayGroup(WorkerGroup):
             for call in ray.wait(pending, num_returns=len(pending), timeout=PEERS_GRACE_S)[0]:
                 try:
                     ray.get(call)
-                except (RayActorError, RayTaskError) as error:
+                except RayError as error:
                     failures[calls.index(call)] = error
         return failures
 
@@ -144,8 +145,15 @@ class RayGroup(WorkerGroup):
 
 def start_ray_groups(placements: list[list[RoleSpec]]) -> list[RayGroup]:
     """One group per placement on one private Ray; the last group's shutdown stops it."""
-    cluster = RayCluster()
-    return [RayGroup(specs, cluster) for specs in placements]
+    cluster, groups = RayCluster(), []
+    try:
+        for specs in placements:
+            groups.append(RayGroup(specs, cluster))
+    except BaseException:
+        for group in groups:
+            group.shutdown()
+        raise
+    return groups
 
 
 def _reason(error: Exception) -> str:
