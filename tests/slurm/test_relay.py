@@ -212,9 +212,13 @@ def test_an_impossible_request_is_refused_with_slurms_reason(half):
 def test_a_stages_own_error_is_not_tried_again_and_shows_its_log(half, tmp_path):
     bad = tmp_path / "bad"
     bad.touch()
-    head = half.start(RELAY_FAIL=str(bad))
+    # as a head that was started inside an allocation has them; sbatch would obey
+    inherited = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "7", "SBATCH_PARTITION": "cuda"}
+    head = half.start(RELAY_FAIL=str(bad), **inherited)
     assert head.wait() != 0
     assert "own error: SLURM job" in head.said()
     assert "told to fail" in head.said()
     assert "Trying to restart job" not in head.said()
     assert len(half.starts()) == 1
+    where = half.cluster.run("squeue", "--states=all", "-h", "-j", half.record().job, "-o", "%P")
+    assert where.strip() == "ascend"

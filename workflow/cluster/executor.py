@@ -43,7 +43,7 @@ ASK_SECONDS = (1.0, 15.0)
 WAIT_SECONDS = (2.0, 60.0)
 """Before a submission that SLURM could not take is tried again: at first, and at most."""
 UNTOLD_SECONDS = 30.0
-"""After which a launcher's record stands for a state that SLURM does not tell."""
+"""For SLURM to tell why a job ended, and for a manifest to be seen on this host."""
 ATTEMPTS = "attempts.jsonl"
 
 
@@ -81,7 +81,7 @@ class StageJob:
     said: str = ""
     """Why it waits, when that was said already."""
     ended: float | None = None
-    """When a launcher's record was first seen that SLURM's state has to explain."""
+    """When it was first seen to have ended without a reason so far."""
     outcome: Failure | bool | None = None
     """None while it goes on; True when published."""
 
@@ -307,9 +307,8 @@ class StageJobs:
 
     def _ask_slurm(self) -> None:
         running = [job for job in self._jobs if job.submitted and job.outcome is None]
-        urgent = any(job.ended is not None for job in running)
         now = time.monotonic()
-        if not running or (now < self._ask_at and not urgent):
+        if not running or now < self._ask_at:
             return
         states = self._watch.query([job.record.job for job in running])
         changed = False
@@ -317,7 +316,8 @@ class StageJobs:
             new = states[job.record.job]
             changed |= new.state != job.state.state
             job.state = new
-        self._ask_every = ASK_SECONDS[0] if changed else min(self._ask_every * 1.5, ASK_SECONDS[1])
+        restless = changed or any(job.ended is not None or job.folder.end(job.record.job) for job in running)
+        self._ask_every = ASK_SECONDS[0] if restless else min(self._ask_every * 1.5, ASK_SECONDS[1])
         self._ask_at = now + self._ask_every
 
     def _judge(self, job: StageJob) -> None:
@@ -325,15 +325,16 @@ class StageJobs:
         if not job.submitted or job.outcome is not None:
             return
         end = job.folder.end(job.record.job)
-        if settled(end):
-            over = True
-        elif end is not None and end.outcome == "error":
+        if not settled(end):
+            # SLURM tells why, or the manifest of a job that completed is still to be seen on this host.
+            silent = end is not None and end.outcome != "requeued" and job.state.state == UNKNOWN
+            if not (silent or job.state.final):
+                job.ended = None
+                return
             job.ended = job.ended or time.monotonic()
-            over = job.state.final or time.monotonic() - job.ended > UNTOLD_SECONDS
-        else:
-            over = job.state.final
-        if not over:
-            return
+            late = time.monotonic() - job.ended > UNTOLD_SECONDS
+            if not late and (silent or job.state.state == "COMPLETED"):
+                return
         if published(job.spec, job.step):  # between the first look and SLURM's answer
             job.outcome = True
             return

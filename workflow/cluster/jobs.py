@@ -111,9 +111,11 @@ class JobFolder:
         return record
 
     def end(self, job: str) -> EndRecord | None:
-        """What the launcher of ``job`` said last."""
-        end = _read(self.path / END_FILE, EndRecord)
-        return end if end is not None and end.job == job else None
+        """What the launcher of ``job`` said at the end of its newest start; None while that goes on."""
+        end, start = _read(self.path / END_FILE, EndRecord), read_start(self.path)
+        if end is None or end.job != job or (start is not None and start.restart != end.restart):
+            return None
+        return end
 
 
 def write_start(folder: Path, start: StartRecord) -> None:
