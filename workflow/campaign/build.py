@@ -12,7 +12,7 @@ from engines.model_folder import ModelFolderError
 from workflow.campaign.code import code_digest, environment_digest
 from workflow.campaign.compose import RunOverrides, compose_run, load_campaign, run_overrides
 from workflow.campaign.forecast import count_parameters, states_bytes, weights_bytes
-from workflow.campaign.identity import Identity, identify
+from workflow.campaign.identity import Content, Identity, identify
 from workflow.campaign.overrides import override_keys, read_overrides
 from workflow.campaign.paths import cut, replaced
 from workflow.campaign.placement import place
@@ -112,11 +112,14 @@ class _Builder:
     segments: int
     specs: dict[str, StageSpec] = field(default_factory=dict)
     _plain: dict[str, Any] = field(default_factory=dict)
+    """The run that is being added."""
+    _prepared: dict[str, tuple[Content, dict[str, Any]]] = field(default_factory=dict)
+    """Per stage, what its jobs in that run share."""
 
     def add_run(self, run: PlannedRun) -> RunPlan:
         """Add the stages of one run; returns which they are."""
         config = run.config
-        self._plain = config.model_dump(mode="json")
+        self._plain, self._prepared = config.model_dump(mode="json"), {}
         weights = weights_bytes(run.parameters, config.model.dtype)
         slug = f"{config.model.name}-{config.data.name}"
         convert = self._add(CONVERT, run, config.model.name, {}, bytes=weights)
@@ -125,6 +128,7 @@ class _Builder:
         stages: dict[str, str | list[str]] = {CONVERT.name: convert.id, SFT.name: sft.id}
         if config.algorithm.name == "sft":
             self._plain = replaced(self._plain, "sft.steps", config.algorithm.steps)
+            self._prepared.pop(SFT.name)
             more = self._add(
                 SFT, run, f"{slug}-more", {"model": (sft, None)}, steps=config.algorithm.steps, bytes=weights
             )
@@ -176,19 +180,14 @@ class _Builder:
         cuts: Sequence[int] = (),
         bytes: int = 0,
     ) -> StageSpec:
-        config = run.config
-        unused = stage.unused(config)
-        reads = tuple(path for path in stage.reads if path not in unused)
-        engines = _engines(stage, run)
-        device = next(iter(run.devices[path] for path in engines), _ANYWHERE)
-        largest = max(engines.values(), key=lambda engine: engine.layout.world_size, default=EngineConfig())
-        layout = largest.layout if stage in (SFT, TRAIN) else EngineConfig().layout
-        threads = config.site.devices[config.site.key_of(device)].threads_per_rank if engines else 1
+        if stage.name not in self._prepared:
+            self._prepared[stage.name] = _prepare(stage, run, self._plain)
+        content, fields = self._prepared[stage.name]
         sources = {
             name: Identity(spec.identity, spec.learning_identity, step)
             for name, (spec, step) in inputs.items()
         }
-        identity = identify(stage, cut(self._plain, reads), sources, threads)
+        identity = identify(stage, content, sources, fields["threads"])
         known = self.specs.get(identity.numeric)
         if known is not None:
             return known
@@ -198,23 +197,37 @@ class _Builder:
             version=stage.version,
             identity=identity.numeric,
             learning_identity=identity.learning,
-            config=cut(self._plain, (*reads, *stage.settings)),
             inputs={name: InputRef(id=spec.id, step=step) for name, (spec, step) in inputs.items()},
-            device=device,
-            layout=layout,
-            world_size=layout.world_size,
-            backends={_role(path): engine.backend for path, engine in engines.items()}
-            if stage is not EVALUATE
-            else {"rollout": config.rollout.backend},
-            dtype=largest.dtype,
-            threads=threads,
             steps=steps,
             cuts=list(cuts),
             folder=f"{STORE}/{stage.name}/{slug}-{identity.numeric[:8]}",
             forecast_bytes=bytes,
+            **fields,
         )
         self.specs[identity.numeric] = spec
         return spec
+
+
+def _prepare(stage: Stage, run: PlannedRun, plain: dict[str, Any]) -> tuple[Content, dict[str, Any]]:
+    """What all stages of one kind have in common in a run: their slice's content, and fields of their specs."""
+    config = run.config
+    unused = stage.unused(config)
+    reads = tuple(path for path in stage.reads if path not in unused)
+    engines = _engines(stage, run)
+    device = next(iter(run.devices[path] for path in engines), _ANYWHERE)
+    largest = max(engines.values(), key=lambda engine: engine.layout.world_size, default=EngineConfig())
+    layout = largest.layout if stage in (SFT, TRAIN) else EngineConfig().layout
+    backends = {_role(path): engine.backend for path, engine in engines.items()}
+    fields = {
+        "config": cut(plain, (*reads, *stage.settings)),
+        "device": device,
+        "layout": layout,
+        "world_size": layout.world_size,
+        "backends": {"rollout": config.rollout.backend} if stage is EVALUATE else backends,
+        "dtype": largest.dtype,
+        "threads": config.site.devices[config.site.key_of(device)].threads_per_rank if engines else 1,
+    }
+    return Content.of(stage, cut(plain, reads)), fields
 
 
 def cut_steps(steps: int, segments: int) -> list[int]:

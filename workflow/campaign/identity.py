@@ -38,31 +38,38 @@ class Identity:
         return Identity(self.numeric, self.learning, step)
 
 
-def identify(
-    stage: Stage, values: Mapping[str, Any], inputs: Mapping[str, Identity], threads: int
-) -> Identity:
+@dataclass(frozen=True)
+class Content:
+    """A slice as its identities see it: canonical JSON, so that stages which share a slice share the work."""
+
+    numeric: str
+    learning: str
+
+    @staticmethod
+    def of(stage: Stage, values: Mapping[str, Any]) -> Content:
+        """Of a slice in plain nested values, without ``stage.settings``; engines resolved."""
+        content = by_content(values)
+        return Content(canonical_json(content), canonical_json(_without_execution(content, stage)))
+
+
+def identify(stage: Stage, content: Content, inputs: Mapping[str, Identity], threads: int) -> Identity:
     """The identity of ``stage`` over its slice.
 
     Args:
-        values: the slice in plain nested values, without ``stage.settings``; engines resolved.
         inputs: what it starts from.
         threads: CPU threads per rank; counts only for stages that run engines.
     """
-    content = {
-        "stage": stage.name,
-        "version": stage.version,
-        "config": by_content(values),
-        "inputs": {name: [source.numeric, source.step] for name, source in inputs.items()},
-    }
+    rest = {"stage": stage.name, "version": stage.version}
+    numeric = {"inputs": {name: [source.numeric, source.step] for name, source in inputs.items()}, **rest}
+    learning = {"inputs": {name: [source.learning, source.step] for name, source in inputs.items()}, **rest}
     if stage.roles:
-        content["threads"] = threads
-    learning = {
-        "stage": stage.name,
-        "version": stage.version,
-        "config": _without_execution(content["config"], stage),
-        "inputs": {name: [source.learning, source.step] for name, source in inputs.items()},
-    }
-    return Identity(_digest(content), _digest(learning))
+        numeric["threads"] = threads
+    return Identity(_digest_with(content.numeric, numeric), _digest_with(content.learning, learning))
+
+
+def _digest_with(config: str, rest: dict[str, Any]) -> str:
+    """Digest of the canonical JSON of ``rest`` and "config", which sorts before all of its keys."""
+    return hashlib.sha256(f'{{"config":{config},{canonical_json(rest)[1:]}'.encode()).hexdigest()
 
 
 def by_content(values: Mapping[str, Any]) -> dict[str, Any]:

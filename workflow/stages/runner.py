@@ -18,7 +18,7 @@ from typing import Any
 from engines.config import ConfigError
 from engines.model_folder import ModelFolderError
 from workflow.campaign.code import code_digest, source_root
-from workflow.campaign.identity import Identity, by_content, identify
+from workflow.campaign.identity import Content, Identity, by_content, identify
 from workflow.campaign.lock import FolderLock
 from workflow.campaign.paths import cut
 from workflow.campaign.plan import InputRef, Plan, PlanError, StageSpec, read_plan
@@ -227,13 +227,13 @@ def _check_plan(plan: Plan, spec: StageSpec, step: int | None) -> None:
         raise PlanError(f"planned for version {spec.version} of stage {spec.stage}, this is {stage.version}")
     if step not in (spec.cuts or [None]):
         raise PlanError(f"--step {step}: the plan cuts {spec.name} at {spec.cuts or 'no step'}")
-    values = cut(spec.config, stage.reads)
+    content = Content.of(stage, cut(spec.config, stage.reads))
     inputs = {
         name: Identity(source.identity, source.learning_identity, ref.step)
         for name, ref in spec.inputs.items()
         for source in [plan.stages[ref.id]]
     }
-    if identify(stage, values, inputs, spec.threads) != Identity(spec.identity, spec.learning_identity):
+    if identify(stage, content, inputs, spec.threads) != Identity(spec.identity, spec.learning_identity):
         raise PlanError(
             f"{spec.name} is not what was planned: a file it reads has changed since; start the workflow again"
         )
