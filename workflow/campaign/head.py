@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -122,6 +123,8 @@ def open_campaign(config: Mapping[str, Any]) -> Head:
     current = path.with_name(CURRENT)
     if current.is_symlink() and current.readlink().name != path.name:
         os.utime(path)  # newer than what the folder shows of another plan, so that it is made anew
+    # A large plan lives as long as this process: the garbage collector need not walk through it again and again.
+    gc.freeze()
     return Head(plan, path, runs)
 
 
