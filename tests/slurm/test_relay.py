@@ -147,7 +147,7 @@ def test_a_preempted_job_saves_and_comes_back(undisturbed, half):
 
 
 def test_a_job_whose_node_is_lost_comes_back_on_another_though_the_first_start_lives_on(undisturbed, half):
-    head = half.start(**SLOW)
+    head = half.start(RELAY_PAUSE="4")  # the first start is still at it when the second takes the folder
     job = half.job(head, "RUNNING").job
     half.steps(head, 1)
     node = half.cluster.run("squeue", "-h", "-j", job, "-o", "%N").strip()
