@@ -109,6 +109,21 @@ def test_a_killed_job_is_started_again_by_the_same_command(project):
     assert manifest.device_seconds.used > manifest.device_seconds.lost
 
 
+def test_an_interrupted_campaign_is_continued_by_the_same_command(project):
+    spec = spec_of(project, "sft")
+    command = [spec.manifest(), "--config", "campaign=quick"]
+    head = project.start(*command)
+    wait_for(Path(spec.folder, "attempts.jsonl"), head)
+    os.killpg(head.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
+    assert head.wait(timeout=60) != 0
+    assert not Path(spec.manifest()).exists()
+    assert attempts(spec) == ["stopped"]
+    assert not Path("results/.head.json").exists()
+    code, output = project.run(*command)
+    assert code == 0, output
+    assert attempts(spec) == ["stopped", "published"]
+
+
 def test_edits_while_jobs_run_change_none_of_them(project):
     spec = spec_of(project, "sft")
     head = project.start(spec.manifest(), "--config", "campaign=quick")

@@ -63,8 +63,11 @@ class StageIncomplete(RuntimeError):
     """The stage ended with fewer steps than planned."""
 
 
-class StoppedOnRequest(Exception):
-    """The stage stopped because it was asked to; its state is saved and the same command continues."""
+class StoppedOnRequest(BaseException):
+    """The stage stopped because it was asked to; its state is saved and the same command continues.
+
+    No Exception, so that no library takes it for an error of its own and goes on.
+    """
 
 
 _BAD_INPUT = (ConfigError, DataError, ManifestError, ModelFolderError, PlanError, StageRefused)
@@ -73,22 +76,28 @@ _BAD_INPUT = (ConfigError, DataError, ManifestError, ModelFolderError, PlanError
 class StopRequest:
     """Whether somebody asked this process to stop (SIGTERM, SIGINT, SIGUSR2).
 
-    A stage that looks at ``requested`` between its steps says so once with ``will_poll``; any other is interrupted at once,
-    and so is a polling one at the second signal. Signals within a few seconds are one request: SLURM signals every process of
+    From ``interrupt`` on, a request interrupts the stage at once. A stage that looks at ``requested`` between its steps says
+    so once with ``will_poll``, and is interrupted only by a second request. Signals within a few seconds are one request: SLURM signals every process of
     a job that it ends, and the job's launcher passes its own signal on.
     """
 
     def __init__(self) -> None:
         self.requested = False
-        self._polled = False
+        self._held = True
         self._since = 0.0
 
     def will_poll(self) -> None:
         """From now on the stage looks at ``requested`` itself, saves, and raises StoppedOnRequest."""
-        self._polled = True
+        self._held = True
+
+    def interrupt(self) -> None:
+        """From now on a request interrupts; one that has come already does so now."""
+        self._held = False
+        if self.requested:
+            raise StoppedOnRequest("interrupted")
 
     def install(self) -> None:
-        """Listen to the signals. Main thread only."""
+        """Listen to the signals; they are only noted yet. Main thread only."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(number, self._receive)
 
@@ -96,7 +105,7 @@ class StopRequest:
         again = self.requested and time.monotonic() - self._since > ONE_REQUEST_SECONDS
         if not self.requested:
             self.requested, self._since = True, time.monotonic()
-        if again or not self._polled:
+        if again or not self._held:
             raise StoppedOnRequest(f"interrupted by {signal.Signals(number).name}")
 
 
@@ -179,18 +188,21 @@ def run(stage: str, plan_path: Path, key: str, step: int | None = None) -> int:
 
 def _attempt(plan: Plan, spec: StageSpec, step: int | None, lock: FolderLock) -> int:
     """One start, from the record of attempts to the manifest or the record of the failure."""
+    stop = StopRequest()
+    stop.install()
     log_path = Path(spec.log(step))
     attempts = AttemptLog(Path(spec.folder), step, log_path)
     log = _open_log(spec, log_path)
     log.info("start %d of %s %s", attempts.number, spec.stage, spec.name)
     # Set before the stage loads a framework.
     os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(spec.threads)))
-    stop = StopRequest()
     try:
-        stop.install()
+        stop.interrupt()
         context = _context(plan, spec, step, stop, log, attempts)
         context.lock = lock
-        result = importlib.import_module(f"workflow.stages.{spec.stage}").main(context)
+        module = importlib.import_module(f"workflow.stages.{spec.stage}")
+        stop.interrupt()  # again: an import may swallow what it does not know
+        result = module.main(context)
         if result.steps_done < result.steps_planned:
             raise StageIncomplete(f"{result.steps_done} of {result.steps_planned} steps were done")
         attempts.end("published")
