@@ -28,8 +28,8 @@ def number(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """A share as a whole percentage."""
-    return f"{100 * value:.0f} %"
+    """A share as a percentage, three significant digits."""
+    return f"{100 * value:.3g} %"
 
 
 def duration(seconds: float) -> str:
