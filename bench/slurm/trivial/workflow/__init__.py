@@ -1,0 +1,1 @@
+"""Stands in the place of the real package, in the jobs of the benchmark only."""

@@ -1,0 +1,14 @@
+"""A stage that only publishes: the manifest was made beforehand. Leaves the time by this node's clock."""
+
+import sys
+import time
+from pathlib import Path
+
+stage, name = sys.argv[1], sys.argv[3]
+folder = Path("results/store", stage, name)
+folder.mkdir(parents=True, exist_ok=True)
+with Path("clock.txt").open("a") as clock:
+    clock.write(f"{stage} {time.time():.3f}\n")
+temporary = folder / ".manifest"
+temporary.write_text(Path("manifests", f"{stage}.json").read_text())
+temporary.rename(folder / "manifest.json")
