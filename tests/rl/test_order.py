@@ -1,6 +1,8 @@
 import hashlib
 import json
+import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,13 +44,29 @@ def test_order_follows_the_problems_not_their_places():
     ]
 
 
-def test_no_step_stands_twice_in_the_metrics(tmp_path):
+def test_no_step_stands_twice_in_the_metrics_and_none_is_lost(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path, 0)
-    for step in (1, 2, 3):
+    log = MetricsLog(path)
+    for step in (1, 2, 3, 4):
         log.append({"step": step, "reward": 0.5})
     with path.open("a") as file:
-        file.write('{"step": 4, "rew')  # killed while writing
-    log = MetricsLog(path, 2)
-    log.append({"step": 3, "reward": 0.75})
-    assert [(line["step"], line["reward"]) for line in read_metrics(path)] == [(1, 0.5), (2, 0.5), (3, 0.75)]
+        file.write('{"step": 5, "rew')  # killed while writing
+    log = MetricsLog(path)
+    for step in (2, 3):  # computed anew, while 4 stays published
+        log.append({"step": step, "reward": 0.75})
+    rewards = [(line["step"], line["reward"]) for line in read_metrics(path)]
+    assert rewards == [(1, 0.5), (2, 0.75), (3, 0.75), (4, 0.5)]
+    MetricsLog(path).append({"step": 5, "reward": 1.0})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5]
+
+
+def test_numbers_that_json_does_not_have_are_null(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    MetricsLog(path).append({"step": 1, "reward": 0.5, "grad_norm": math.nan, "ratio": -math.inf})
+    assert json.loads(path.read_text(), parse_constant=pytest.fail) == {
+        "step": 1,
+        "reward": 0.5,
+        "grad_norm": None,
+        "ratio": None,
+    }
+    assert read_metrics(path) == [{"step": 1, "reward": 0.5}]

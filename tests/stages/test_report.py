@@ -1,6 +1,7 @@
 """report: the summary's schema, and the page as a real browser sees it. The campaign is made up, its plan and manifests are real."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -82,6 +83,24 @@ def test_a_run_that_never_started_is_named(tmp_path: Path, monkeypatch) -> None:
     run = json.loads((plan.parent / "summary.json").read_text())["runs"][0]
     assert run["failure"]["class"] == "NotFinished"
     assert run["failure"]["stage"] == "convert"
+
+
+def test_a_run_that_diverged_is_shown(tmp_path: Path, monkeypatch) -> None:
+    """Steps whose numbers are not finite are gaps, whether the file has null or what Python writes."""
+    monkeypatch.chdir(tmp_path)
+    plan = fake_campaign(tmp_path)
+    for path in Path("results/store").glob("*/*/*.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line, value in zip(lines, [math.nan, math.inf, -math.inf, None], strict=False):
+            line |= dict.fromkeys(line.keys() - {"step"}, value)
+        for line in lines:
+            line |= {name: math.nan for name in line if name in ("nll", "actor/grad_norm")}
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["--plan", str(plan)]) == 0
+    page = (plan.parent / "report.html").read_text()
+    assert not re.findall(r"[\s,\"](nan|-?inf)[\s,\"]", page)
+    assert "Gradient norm" not in page
+    assert "Entropy" in page
 
 
 def test_altered_plan_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:

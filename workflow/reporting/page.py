@@ -155,7 +155,11 @@ def _panels(runs: Sequence[Run], colours: dict[str, int]) -> list[tuple[Panel, M
         if lines:
             chart = line_chart(panel.title, lines, panel.text, _boundaries(runs), panel.bounds)
             panels.append((panel, Markup(chart)))
-    curves = [(run, [(p["step"], p["nll"]) for p in run.sft_curve]) for run in runs if run.sft_curve]
+    curves = [
+        (run, points)
+        for run in runs
+        if (points := [(p["step"], p["nll"]) for p in run.sft_curve if "nll" in p])
+    ]
     # Runs that share the supervised stage share its curve.
     distinct = {tuple(points): Line(run.name, colours[run.name], points) for run, points in reversed(curves)}
     if distinct:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -10,34 +11,61 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from workflow.manifest import write_text
+
 METRICS_FILE, SFT_CURVE_FILE = "metrics.jsonl", "loss.jsonl"
 """Names of such files in the folders of the stages train and sft."""
 
 
 class MetricsLog:
-    """Appends to ``path``, after cutting what lies beyond ``resumed_step``: those steps will be done again."""
+    """The lines at ``path``, in the order of the steps. A step that is done again replaces its line; nothing else ever goes.
 
-    def __init__(self, path: Path, resumed_step: int):
+    So what a killed start wrote after its last state is replaced step by step, and a segment that is computed anew takes
+    away nothing of the segments after it.
+    """
+
+    def __init__(self, path: Path):
         self._path = path
-        kept = [line for line in read_metrics(path) if line["step"] <= resumed_step]
-        temporary = path.with_name(f".{path.name}.new")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        temporary.rename(path)
+        self._lines = {json.loads(line)["step"]: line for line in _complete_lines(path)}
+        self._rewrite()  # without what a kill cut off
 
     def append(self, metrics: dict[str, Any]) -> None:
-        """Add one step's line."""
-        with self._path.open("a") as file:
-            file.write(json.dumps(metrics) + "\n")
+        """Add one step's line, durably."""
+        step, last = metrics["step"], max(self._lines, default=0)
+        self._lines[step] = metrics_line(metrics)
+        if step <= last:
+            self._rewrite()
+            return
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(self._lines[step])
             file.flush()
             os.fsync(file.fileno())
 
+    def _rewrite(self) -> None:
+        write_text(self._path, "".join(line for _, line in sorted(self._lines.items())))
+
+
+def metrics_line(metrics: dict[str, Any]) -> str:
+    """One line of a metrics file. NaN and infinities, which JSON does not have, are null."""
+    return json.dumps({k: v if _is_finite(v) else None for k, v in metrics.items()}, allow_nan=False) + "\n"
+
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete lines; the last one may be cut off where a process was killed."""
+    """All complete lines; the last one may be cut off where a process was killed. Numbers that are not finite are left out."""
+    lines = [json.loads(line) for line in _complete_lines(path)]
+    return [{k: v for k, v in line.items() if v is not None and _is_finite(v)} for line in lines]
+
+
+def _complete_lines(path: Path) -> list[str]:
     if not path.is_file():
         return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    return [
+        line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")
+    ]
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 class Stopwatch:

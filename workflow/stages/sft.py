@@ -7,7 +7,6 @@ real demonstrations have it.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from workflow.campaign.schema import DataConfig
 from workflow.data import Problem, PromptEncoder, UserFunction, demonstration, load_problems
 from workflow.rl.batches import demonstration_batch
 from workflow.rl.losses import SftLoss
-from workflow.rl.metrics import SFT_CURVE_FILE
+from workflow.rl.metrics import SFT_CURVE_FILE, metrics_line, read_metrics
 from workflow.rl.order import DataCursor
 from workflow.stages.runner import StageContext, StageResult
 
@@ -48,10 +47,11 @@ def main(context: StageContext) -> StageResult:
         model = context.folder / "model"
         shutil.rmtree(model, ignore_errors=True)
         group.export(ROLE, model)
-    (context.folder / SFT_CURVE_FILE).write_text("".join(json.dumps(point) + "\n" for point in curve))
+    path = context.folder / SFT_CURVE_FILE
+    path.write_text("".join(map(metrics_line, curve)), encoding="utf-8")
     return StageResult(
         files=[Path("model"), Path(SFT_CURVE_FILE)],
-        metrics=curve[-1],
+        metrics=read_metrics(path)[-1],
         steps_planned=config.sft.steps,
         steps_done=len(curve),
         seeds={"seed": config.seed},

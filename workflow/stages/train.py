@@ -41,7 +41,7 @@ def main(context: StageContext) -> StageResult:
     planned = context.step - max((cut for cut in context.spec.cuts if cut < context.step), default=0)
     return StageResult(
         files=[Path(STATE_FILE), *map(Path, read_state(context.output)["files"])],
-        metrics=read_metrics(context.folder / METRICS_FILE)[-1],
+        metrics=_metrics_at(context.folder / METRICS_FILE, context.step),
         steps_planned=planned,
         steps_done=planned,
         seeds={"seed": context.config.seed},
@@ -115,7 +115,7 @@ def advance(context: StageContext, trainer: PPOTrainer, store: StateStore) -> No
     Raises:
         StoppedOnRequest: after the state was saved.
     """
-    log = MetricsLog(context.folder / METRICS_FILE, trainer.steps_done)
+    log = MetricsLog(context.folder / METRICS_FILE)
     every = context.config.checkpoint.save_every
     with context.progress("train", context.step - trainer.steps_done) as bar:
         while trainer.steps_done < context.step:
@@ -130,6 +130,11 @@ def advance(context: StageContext, trainer: PPOTrainer, store: StateStore) -> No
                 store.retain("last", keep=set(context.spec.cuts))
             if context.stop.requested and trainer.steps_done < context.step:
                 raise StoppedOnRequest(f"the state after step {trainer.steps_done} is saved")
+
+
+def _metrics_at(path: Path, step: int) -> dict[str, Any]:
+    """The line of ``step``; later ones are there when a segment is computed anew."""
+    return next((line for line in read_metrics(path) if line["step"] == step), {})
 
 
 def _shown(metrics: dict[str, Any]) -> dict[str, float]:
