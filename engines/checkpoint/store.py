@@ -157,17 +157,18 @@ class StateStore:
     def _publish(self, temporary: Path, step: int) -> Path:
         final = self.folder / _name(step)
         if final.exists() and any(final.iterdir()):
-            try:
-                verify_state(final)
-            except StateError as error:
-                _log.warning("Damaged training state replaced: %s", error)
-            else:
-                shutil.rmtree(temporary)
-                raise StateExists(f"{final}: an intact state of step {step} is already published")
-            final.rename(self.folder / f".{_name(step)}.{secrets.token_hex(4)}")
-        temporary.rename(final)
+            if not (final / RELEASED_FILE).exists():
+                try:
+                    verify_state(final)
+                except StateError as error:
+                    _log.warning("Damaged training state replaced: %s", error)
+                else:
+                    shutil.rmtree(temporary)
+                    raise StateExists(f"{final}: an intact state of step {step} is already published")
+            _put_into(final, temporary)
+        else:
+            temporary.rename(final)
         fsync_folder(self.folder)
-        self._remove_leftovers()
         return final
 
 
@@ -227,6 +228,23 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
         json.dump(value, file, indent=1, allow_nan=False)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _put_into(final: Path, temporary: Path) -> None:
+    """Move a state's files into a folder whose own are released or damaged. What else is there (manifests) stays.
+
+    Killed in between, it leaves a state without description, or one that counts as released.
+    """
+    (final / STATE_FILE).unlink(missing_ok=True)
+    for entry in temporary.iterdir():
+        if entry.name != STATE_FILE:
+            shutil.rmtree(final / entry.name, ignore_errors=True)
+            entry.rename(final / entry.name)
+    fsync_folder(final)
+    (temporary / STATE_FILE).rename(final / STATE_FILE)
+    (final / RELEASED_FILE).unlink(missing_ok=True)
+    fsync_folder(final)
+    temporary.rmdir()
 
 
 def _release(path: Path) -> None:

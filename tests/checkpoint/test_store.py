@@ -309,6 +309,49 @@ def test_retention_never_trusts_a_damaged_state(tmp_path: Path, caplog) -> None:
     assert "step000030" in caplog.text
 
 
+@pytest.mark.parametrize("lost", ["released", *DAMAGES], ids=lambda lost: getattr(lost, "__name__", lost))
+def test_a_state_that_is_saved_again_keeps_what_was_published_beside_it(lost, tmp_path: Path) -> None:
+    store = StateStore(tmp_path)
+    path = save(store, 40)
+    published = {"manifest.json": "{}", ".published.json": "{}"}
+    for name, text in published.items():
+        (path / name).write_text(text)
+    if lost == "released":
+        save(store, 50)
+        assert store.retain("last") == [40]
+    else:
+        lost(path)
+    again = save(StateStore(tmp_path), 40)
+    assert (again, verify_state(again)["step"], value(again)) == (path, 40, 40)
+    assert {name: (path / name).read_text() for name in published} == published
+    assert {entry.name for entry in path.iterdir()} == {"actor", "state.json", *published}
+    assert not list(tmp_path.glob(".*"))
+    assert (StateStore(tmp_path).retain("last") == [40]) == (lost == "released")
+
+
+def _replace_for_ever(folder: Path) -> None:
+    while True:
+        save(StateStore(folder), 10)
+        StateStore(folder).retain("last")
+
+
+def test_a_kill_while_a_released_state_is_saved_again_loses_no_manifest(tmp_path: Path) -> None:
+    save(StateStore(tmp_path), 10)
+    save(StateStore(tmp_path), 20)
+    (tmp_path / "step000010" / "manifest.json").write_text("{}")
+    assert StateStore(tmp_path).retain("last") == [10]
+    for attempt in range(6):
+        process = multiprocessing.get_context("fork").Process(target=_replace_for_ever, args=(tmp_path,))
+        process.start()
+        time.sleep(0.05 + 0.013 * attempt)
+        process.kill()
+        process.join()
+        assert (tmp_path / "step000010" / "manifest.json").read_text() == "{}"
+        assert StateStore(tmp_path).newest() == tmp_path / "step000020"
+        if (state := StateStore(tmp_path).newest(at_most=10)) is not None:
+            assert value(state) == 10
+
+
 def test_a_release_that_was_interrupted_is_finished(tmp_path: Path) -> None:
     for step in (10, 20):
         save(StateStore(tmp_path), step)
