@@ -9,14 +9,14 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
-from engines.checkpoint.store import RELEASED_FILE, fsync_folder
+from engines.checkpoint.store import RELEASED_FILE, make_durable
 from engines.checkpoint.verify import sha256
 from engines.config import Config, ConfigError, LayoutConfig, parse
 
@@ -95,7 +95,10 @@ class DeviceSeconds(Config):
 
 
 class Manifest(Config):
-    """What a stage publishes. Holds no path of a machine and no user's name."""
+    """What a stage publishes. Holds no path of a machine and no user's name.
+
+    Its file has one entry more, ``checksum``: the digest of all others, so that whatever is altered in it is noticed.
+    """
 
     format: Literal[1] = 1
     stage: str
@@ -152,7 +155,7 @@ class Manifest(Config):
             "step": self.step,
             "files": {name: record.sha256 for name, record in self.files.items()},
         }
-        return hashlib.sha256(canonical_json(content).encode()).hexdigest()
+        return _checksum(content)
 
 
 def canonical_json(value: Any) -> str:
@@ -179,11 +182,13 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    fsync_folder(path.parent)
+    make_durable(path.parent)
 
 
 def describe_files(folder: Path, names: Iterable[Path | str]) -> dict[str, FileRecord]:
     """Size and digest of each file in ``names`` (relative to ``folder``); a folder stands for all files below it.
+
+    All are durable when this returns: a manifest must not outlive what it describes.
 
     Raises:
         ManifestError: a file is missing or lies outside ``folder``.
@@ -197,22 +202,26 @@ def describe_files(folder: Path, names: Iterable[Path | str]) -> dict[str, FileR
             raise ManifestError(f"{path}: to be published, but missing")
         found = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
         for file in found:
+            make_durable(file)
             records[file.relative_to(folder).as_posix()] = FileRecord(
                 bytes=file.stat().st_size, sha256=sha256(file)
             )
+    for parent in {parent for name in records for parent in Path(name).parents}:
+        make_durable(folder / parent)
     return records
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Publish ``manifest`` at ``path`` by one rename, after all its bytes are on disk."""
-    write_json(path, manifest.model_dump(mode="json"))
+    values = manifest.model_dump(mode="json")
+    write_json(path, values | {"checksum": _checksum(values)})
 
 
 def read_manifest(path: Path) -> Manifest:
     """Read and validate the manifest at ``path`` (the files it names are not opened).
 
     Raises:
-        ManifestError: missing, no JSON, or of another schema.
+        ManifestError: missing, no JSON, of another schema, or altered since it was written.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -220,10 +229,20 @@ def read_manifest(path: Path) -> Manifest:
         raise ManifestError(f"{path}: missing") from None
     except ValueError as error:
         raise ManifestError(f"{path}: not JSON ({error})") from None
+    checksum = values.pop("checksum", None) if isinstance(values, dict) else None
     try:
-        return parse(Manifest, values)
+        manifest = parse(Manifest, values)
     except ConfigError as error:
         raise ManifestError(f"{path}: not a manifest: {error}") from None
+    if checksum != _checksum(values):
+        raise ManifestError(
+            f"{path}: altered since it was published: its content does not match its checksum"
+        )
+    return manifest
+
+
+def _checksum(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(canonical_json(values).encode()).hexdigest()
 
 
 def is_released(folder: Path) -> bool:

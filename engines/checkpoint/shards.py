@@ -28,7 +28,7 @@ from engines.checkpoint.errors import (
     StateShapeMismatch,
 )
 from engines.checkpoint.index import ShardIndex, ShardRecord, TensorRecord, overlap
-from engines.checkpoint.store import disk_full_is_named, fsync_folder
+from engines.checkpoint.store import disk_full_is_named, make_durable
 from engines.checkpoint.verify import read_state
 
 
@@ -85,7 +85,7 @@ def write_shards(
     file = folder / f"rank{rank:05d}.safetensors"
     if mine:
         _save(file, {name: block.local for name, block in mine.items()})
-    fsync_folder(folder)
+    make_durable(folder)
     records = {}
     for name, block in blocks.items():
         shards = (ShardRecord(file.name, name, block.offsets, block.shape),) if name in mine else ()

@@ -85,7 +85,7 @@ class StateStore:
             state = json.loads(json.dumps(state, allow_nan=False))  # the digest is of what will be read back
             _write_json(temporary / STATE_FILE, {**state, "digest": self_digest(state)})
         for folder in (*(path for path in temporary.rglob("*") if path.is_dir()), temporary):
-            fsync_folder(folder)
+            make_durable(folder)
         return self._publish(temporary, step)
 
     def newest(self, verify: bool = True, at_most: int | None = None) -> Path | None:
@@ -168,12 +168,12 @@ class StateStore:
             _put_into(final, temporary)
         else:
             temporary.rename(final)
-        fsync_folder(self.folder)
+        make_durable(self.folder)
         return final
 
 
-def fsync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
+def make_durable(path: Path) -> None:
+    """Have a file's bytes, or the names in a folder, on disk before going on."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -240,17 +240,17 @@ def _put_into(final: Path, temporary: Path) -> None:
         if entry.name != STATE_FILE:
             shutil.rmtree(final / entry.name, ignore_errors=True)
             entry.rename(final / entry.name)
-    fsync_folder(final)
+    make_durable(final)
     (temporary / STATE_FILE).rename(final / STATE_FILE)
     (final / RELEASED_FILE).unlink(missing_ok=True)
-    fsync_folder(final)
+    make_durable(final)
     temporary.rmdir()
 
 
 def _release(path: Path) -> None:
     read_state(path)
     (path / STATE_FILE).rename(path / RELEASED_FILE)
-    fsync_folder(path)
+    make_durable(path)
     _remove_files(path)
 
 

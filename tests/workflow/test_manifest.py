@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,8 @@ from workflow.manifest import (
     verify,
     write_manifest,
 )
+
+ATTEMPT = Attempt(number=1, end="published", seconds=1.5)
 
 
 def publish(
@@ -68,12 +72,15 @@ def chain(tmp_path):
     folders = [tmp_path / name for name in "abc"]
     inputs = {}
     for folder in folders:
-        inputs = {"model": input_of(folder, publish(folder, content=folder.name, inputs=inputs))}
+        published = publish(
+            folder, content=folder.name, inputs=inputs, metrics={"accuracy": 0.5}, attempts=[ATTEMPT]
+        )
+        inputs = {"model": input_of(folder, published)}
     return folders
 
 
 def test_what_is_read_is_what_was_written(tmp_path):
-    manifest = publish(tmp_path / "a", attempts=[Attempt(number=1, end="published", seconds=1.5)])
+    manifest = publish(tmp_path / "a", attempts=[ATTEMPT])
     assert read_manifest(tmp_path / "a" / MANIFEST) == manifest
     assert set(manifest.files) == {"model/weights", "records.jsonl"}
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [MANIFEST, "model", "records.jsonl"]
@@ -128,6 +135,49 @@ def test_damage_anywhere_in_a_chain_is_found(chain, damage, told):
     assert len(problems) == 1
     assert str(chain[0]) in problems[0]
     assert told in problems[0]
+
+
+def test_whatever_is_altered_in_a_manifest_is_found(chain):
+    """Not what is said about files alone: an accuracy, a seed, a date."""
+    path = chain[0] / MANIFEST
+    published = json.loads(path.read_text())
+    assert set(published) == {*Manifest.model_fields, "checksum"}
+    for key, value in published.items():
+        path.write_text(json.dumps(published | {key: _another(value)}))
+        problems = verify(chain[2] / MANIFEST).problems
+        assert [str(path) in line for line in problems] == [True], key
+    path.write_text(json.dumps(published, sort_keys=True))
+    assert verify(chain[2] / MANIFEST).problems == []
+
+
+def _another(value):
+    """Of the same type, and allowed by the schema as far as can be."""
+    if isinstance(value, dict):
+        return {**value, "altered": 0.5} if not value else {k: _another(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return []
+    return value + 1 if isinstance(value, int | float) else f"{value}x"
+
+
+def test_everything_published_is_on_disk_before_the_manifest(tmp_path, monkeypatch):
+    """Every file and every folder on the way to it, so that no power cut leaves a manifest of what is not there."""
+    manifest, durable = tmp_path / "a" / MANIFEST, {}
+    fsync = os.fsync
+
+    def noted(descriptor):
+        fsync(descriptor)
+        durable.setdefault(os.fstat(descriptor).st_ino, manifest.exists())
+
+    monkeypatch.setattr(os, "fsync", noted)
+    publish(tmp_path / "a")
+    below = [tmp_path / "a", *(tmp_path / "a").rglob("*")]
+    assert {path.name: durable[path.stat().st_ino] for path in below} == {
+        "a": False,
+        "model": False,
+        "weights": False,
+        "records.jsonl": False,
+        MANIFEST: False,
+    }
 
 
 def test_an_input_that_was_computed_anew_with_another_result_is_found(chain):

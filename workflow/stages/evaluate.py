@@ -17,9 +17,12 @@ from engines.rollout.transformers import TransformersRollout
 from engines.training.hf_export import state_weights
 from workflow.campaign.schema import RewardConfig
 from workflow.data import Problem, PromptEncoder, load_problems, render_prompt
+from workflow.manifest import write_json
 from workflow.rl.rewards import Rewarder
 from workflow.stages.runner import StageContext, StageResult
 
+RESULT_FILE = "result.json"
+"""The metrics, and whether each problem (by its digest) was answered right."""
 SAMPLES_FILE = "samples.jsonl"
 SAMPLES = 50
 Z_95 = 1.959963984540054
@@ -53,7 +56,10 @@ def main(context: StageContext) -> StageResult:
         for problem, text, right in list(zip(problems, texts, correct, strict=True))[:SAMPLES]:
             sample = {"prompt": render_prompt(config.data, problem), "answer": problem.answer}
             file.write(json.dumps({**sample, "response": text, "correct": right}) + "\n")
-    return StageResult(files=[Path(SAMPLES_FILE)], metrics=summary(problems, responses, correct))
+    metrics = summary(problems, responses, correct)
+    outcomes = {problem.digest: right for problem, right in zip(problems, correct, strict=True)}
+    write_json(context.folder / RESULT_FILE, metrics | {"outcomes": outcomes})
+    return StageResult(files=[Path(SAMPLES_FILE), Path(RESULT_FILE)], metrics=metrics)
 
 
 def answer(
