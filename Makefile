@@ -16,7 +16,7 @@ SNAKEMAKE = $(BIN)/snakemake --profile $(PROFILE) --quiet rules --config
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo demo-smollm2 drill test test-slurm slurm-demo check format bench clean
+.PHONY: help demo demo-smollm2 drill test test-slurm slurm-demo check format bench bench-slurm clean
 .DEFAULT_GOAL := help
 
 help: ## what there is
@@ -69,8 +69,12 @@ bench: $(VENV)/.full $(VENV)-trl/.done ## speed and memory, written to results/b
 	@echo "== GRPO beside TRL"; $(BIN)/python -m bench.grpo --trl-python $(VENV)-trl/bin/python
 	@echo "== growth";      $(BIN)/python -m bench.growth
 
+bench-slurm: $(VENV)-slurm/.done ## seconds per stage beside Snakemake's stock slurm executor, on the test cluster (root on Debian)
+	@echo "== a chain of stages that do nothing, through either executor"
+	$(BIN)/python -m bench.slurm.chain --stock-python $(VENV)-slurm/bin/python
+
 clean: ## remove results and environments
-	rm -rf results .snakemake $(VENV) $(VENV)-trl
+	rm -rf results .snakemake $(VENV) $(VENV)-trl $(VENV)-slurm
 
 # torch first and alone: resolved together with the rest, pip may choose a build for accelerators.
 $(VENV)/.light: env/torch.txt env/cpu-light.txt pyproject.toml
@@ -104,4 +108,12 @@ $(VENV)-trl/.done: env/torch.txt env/trl.txt
 	test -x $(VENV)-trl/bin/python || $(PYTHON) -m venv $(VENV)-trl
 	$(VENV)-trl/bin/pip install --quiet -r env/torch.txt
 	$(VENV)-trl/bin/pip install --quiet -r env/trl.txt
+	@touch $@
+
+$(VENV)-slurm/.done: $(VENV)/.light env/bench-slurm.txt
+	@echo "== environment $(VENV)-slurm: $(VENV), and the stock slurm executor"
+	test -x $(VENV)-slurm/bin/python || $(PYTHON) -m venv $(VENV)-slurm
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  > "$$($(VENV)-slurm/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/light.pth"
+	$(VENV)-slurm/bin/pip install --quiet --no-deps -r env/bench-slurm.txt
 	@touch $@

@@ -22,7 +22,7 @@ from pathlib import Path
 from tests.slurm.minicluster import MiniCluster, install
 from workflow.campaign.code import code_digest, snapshot, source_root
 from workflow.campaign.plan import InputRef, Plan, StageSpec, write_plan
-from workflow.manifest import Device, Hardware, Manifest, write_json
+from workflow.manifest import Device, Hardware, Manifest, write_json, write_manifest
 
 HERE = Path(__file__).parent
 STAGES = ("convert", "sft", "export")
@@ -70,6 +70,7 @@ def cluster(folder: Path) -> Iterator[MiniCluster]:
     """The test cluster, found through /etc too."""
     if ETC.exists() or ETC.is_symlink():
         raise SystemExit(f"{ETC} is there: this host belongs to a cluster")
+    folder.chmod(0o755)  # munge wants its socket to be reached by all
     mini = MiniCluster(folder / "cluster", port=18900)
     mini.start()
     ETC.parent.mkdir(exist_ok=True)
@@ -85,7 +86,16 @@ def chain(folder: Path, mini: MiniCluster, python: str, options: tuple[str, ...]
     """One chain in an empty folder; mean seconds from one stage's start to the next one's."""
     folder.mkdir()
     plan = prepare(folder)
-    command = [python, "-m", "snakemake", "--snakefile", str(HERE / "Snakefile"), *options, "--quiet", "all"]
+    command = [
+        python,
+        "-m",
+        "snakemake",
+        "--snakefile",
+        str(HERE / "Snakefile"),
+        *options,
+        "--quiet",
+        "rules",
+    ]
     command += ["--config", f"plan={plan}", f"trivial={HERE / 'trivial'}", f"python={sys.executable}"]
     environment = os.environ | mini.environment | {"PYTHONPATH": str(source_root())}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
@@ -114,7 +124,8 @@ def prepare(folder: Path) -> Path:
                 folder=f"results/store/{stage}/nothing-{f'{index + 1:064x}'[::-1][:8]}",
             )
         )
-        write_json(folder / f"manifests/{stage}.json", manifest(specs[-1], code).model_dump(mode="json"))
+        (folder / "manifests").mkdir(exist_ok=True)
+        write_manifest(folder / f"manifests/{stage}.json", manifest(specs[-1], code))
     plan = Plan(
         campaign="nothing",
         code=code,

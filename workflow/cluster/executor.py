@@ -20,7 +20,7 @@ from pathlib import Path
 from engines.config import ConfigError
 from workflow.campaign.plan import StageSpec
 from workflow.campaign.site import SiteConfig
-from workflow.cluster.jobs import JobFolder, JobRecord, job_log, published
+from workflow.cluster.jobs import JobFolder, JobRecord, job_log, published, unpublished
 from workflow.cluster.launcher import Task
 from workflow.cluster.nodes import expand_nodes
 from workflow.cluster.placement import SbatchRequest, place_stage
@@ -343,6 +343,7 @@ class StageJobs:
         if end is not None:
             told += f"; its launcher: {end.outcome}, exit code {end.code}, on {end.node}"
             told += f" ({end.message})" if end.message else ""
+            told += f"; {unpublished(job.spec, job.step)}" if end.outcome == "published" else ""
         job.outcome = self._fail(job, kind, told)
 
     def _fail(self, job: StageJob, kind: FailureClass, told: str) -> Failure:

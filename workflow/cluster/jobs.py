@@ -15,7 +15,7 @@ from typing import Literal
 
 from engines.config import Config, ConfigError, parse
 from workflow.campaign.plan import StageSpec
-from workflow.manifest import Manifest, ManifestError, is_released, read_manifest, write_json
+from workflow.manifest import ManifestError, is_released, read_manifest, write_json
 
 FOLDER = ".jobs"
 JOB_FILE, START_FILE, END_FILE, SUBMIT_LOCK = "job.json", "start.json", "end.json", "submit.lock"
@@ -148,19 +148,27 @@ def job_log(spec: StageSpec, step: int | None) -> Path:
     return Path(spec.folder) / f"job{suffix(step)}.txt"
 
 
-def published(spec: StageSpec, step: int | None) -> Manifest | None:
-    """The stage's manifest when it is valid and its files are there, in their sizes; the stage itself has hashed them."""
+def published(spec: StageSpec, step: int | None) -> bool:
+    """Whether the stage's manifest is valid and its files are there, in their sizes; the stage itself has hashed them."""
+    return unpublished(spec, step) is None
+
+
+def unpublished(spec: StageSpec, step: int | None) -> str | None:
+    """Why the stage does not count as published; None when it does."""
     path = Path(spec.manifest(step))
     try:
         manifest = read_manifest(path)
-    except ManifestError:
-        return None
+    except ManifestError as error:
+        return str(error)
     if manifest.identity != spec.identity or manifest.step != step:
-        return None
+        return f"{path} is of another stage"
     if is_released(path.parent):
-        return manifest
-    files = ((path.parent / name, record.bytes) for name, record in manifest.files.items())
-    return manifest if all(file.is_file() and file.stat().st_size == size for file, size in files) else None
+        return None
+    for name, record in manifest.files.items():
+        file = path.parent / name
+        if not file.is_file() or file.stat().st_size != record.bytes:
+            return f"{file}: missing, or not of the {record.bytes} bytes that were published"
+    return None
 
 
 def suffix(step: int | None) -> str:

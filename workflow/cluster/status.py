@@ -46,7 +46,7 @@ def _entries(plan: Plan, results: Path) -> Iterator[tuple[StageSpec, int | None,
     for spec in plan.stages.values():
         for step in spec.cuts or [None]:
             record = JobFolder(results, spec.stage, spec.id, step).read()
-            yield spec, step, record, published(spec, step) is not None
+            yield spec, step, record, published(spec, step)
 
 
 def _row(
