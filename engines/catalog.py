@@ -8,13 +8,53 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from engines.architectures import uses_windows
+from engines.config import EngineConfig, LayoutConfig, nearest
 
 logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "baton.engines"
 BOTH = ("language_model", "value_model")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine computes of all that can be configured. Planning and the engine itself refuse by the same table."""
+
+    architectures: tuple[str, ...]
+    """transformers model types."""
+    layout: tuple[str, ...]
+    """The keys of LayoutConfig that it honours."""
+    fused_kernels: bool
+
+    def refuse_model(self, config: Mapping[str, Any]) -> str:
+        """Why a model of this transformers configuration is not served; empty when it is."""
+        model_type = config.get("model_type")
+        if model_type not in self.architectures:
+            return f"model_type={model_type!r} is not served; {nearest(str(model_type), list(self.architectures))}"
+        if uses_windows(config):
+            return "the model has sliding windows, packed attention has none"
+        return ""
+
+    def refuse_settings(self, config: EngineConfig) -> str:
+        """Which settings are not honoured, by their paths below the engine; empty when all are."""
+        plain = LayoutConfig()
+        ignored = [
+            f"layout.{key}={getattr(config.layout, key)}"
+            for key in LayoutConfig.model_fields
+            if key not in self.layout and getattr(config.layout, key) != getattr(plain, key)
+        ]
+        reasons = (
+            [f"{', '.join(ignored)}: it divides work by {', '.join(self.layout)} only"] if ignored else []
+        )
+        if config.fused_kernels and not self.fused_kernels:
+            reasons.append("fused_kernels=True: it has no fused kernels")
+        return "; ".join(reasons)
 
 
 @dataclass(frozen=True)
@@ -31,6 +71,8 @@ class Entry:
     """File in env/ that installs them; "" stands for env/<device>.txt."""
     built: bool
     """False: declared, but there is no code yet."""
+    limits: Limits | None = None
+    """None: planning does not know them, and the engine refuses by itself."""
 
     def served(self) -> list[tuple[str, str, str]]:
         """(model_type, backend, device) of every engine in the module."""
@@ -39,9 +81,17 @@ class Entry:
 
 _HF = ("torch", "transformers", "safetensors")
 
+FSDP = Limits(
+    architectures=("llama", "qwen2", "qwen3", "qwen3_moe"),
+    layout=("data_parallel_size", "shard_size"),
+    fused_kernels=False,
+)
+"""Of both FSDP engines. The architectures are those whose logits are hidden states times the output embedding, with nothing in
+between."""
+
 CATALOGUE: tuple[Entry, ...] = (
-    Entry("engines.training.fsdp.fsdp2", BOTH, ("fsdp2",), ("cpu", "cuda", "npu"), _HF, "", True),
-    Entry("engines.training.fsdp.fsdp1", BOTH, ("fsdp",), ("cpu", "cuda", "npu"), _HF, "", True),
+    Entry("engines.training.fsdp.fsdp2", BOTH, ("fsdp2",), ("cpu", "cuda", "npu"), _HF, "", True, FSDP),
+    Entry("engines.training.fsdp.fsdp1", BOTH, ("fsdp",), ("cpu", "cuda", "npu"), _HF, "", True, FSDP),
     Entry(
         "engines.training.megatron.engine",
         BOTH,

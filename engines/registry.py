@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from engines.catalog import Entry, declared_entries, device_present, environment_of, what_is_missing
+from engines.catalog import Entry, Limits, declared_entries, device_present, environment_of, what_is_missing
 from engines.config import nearest
 
 Key = tuple[str, str, str]
@@ -55,6 +55,8 @@ class Triple:
     """What it needs; empty when built, or not built yet."""
     module: str
     environment: str
+    limits: Limits | None
+    """What the engine computes, where the catalogue says it."""
 
 
 class EngineRegistry:
@@ -130,7 +132,9 @@ class EngineRegistry:
             missing = what_is_missing(entry, device) if entry.built else ""
             state: State = "not built yet" if not entry.built else "needs" if missing else "built"
             environment = environment_of(entry, device)
-            triples.append(Triple(model_type, backend, device, state, missing, entry.module, environment))
+            triples.append(
+                Triple(model_type, backend, device, state, missing, entry.module, environment, entry.limits)
+            )
         return sorted(triples, key=lambda t: (t.backend, t.model_type, t.device))
 
     @classmethod

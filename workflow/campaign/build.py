@@ -11,7 +11,7 @@ from engines.config import ConfigError, EngineConfig
 from engines.model_folder import ModelFolderError
 from workflow.campaign.code import code_digest, environment_digest
 from workflow.campaign.compose import RunOverrides, compose_run, load_campaign, run_overrides
-from workflow.campaign.forecast import count_parameters, states_bytes, weights_bytes
+from workflow.campaign.forecast import ModelFacts, read_model, states_bytes, weights_bytes
 from workflow.campaign.identity import Content, Identity, identify
 from workflow.campaign.overrides import override_keys, read_overrides
 from workflow.campaign.paths import cut, replaced
@@ -33,7 +33,7 @@ class PlannedRun:
     name: str
     config: RunConfig
     overrides: tuple[str, ...]
-    parameters: int
+    model: ModelFacts
     devices: dict[str, Device]
     """Per config path of an engine."""
 
@@ -72,14 +72,14 @@ def make_plan(options: CampaignOptions, root: Path) -> tuple[Plan, list[PlannedR
 def _resolve(name: str, words: RunOverrides, configs: Path) -> PlannedRun:
     try:
         config = compose_run(read_overrides(words.all(), configs), configs)
-        parameters = count_parameters(config.model)
-        config, devices = _place_engines(config, parameters)
+        model = read_model(config.model)
+        config, devices = _place_engines(config, model)
     except (ConfigError, ModelFolderError) as error:
         raise ConfigError(f"run {name!r}: {error}") from None
-    return PlannedRun(name, config, tuple(words.all()), parameters, devices)
+    return PlannedRun(name, config, tuple(words.all()), model, devices)
 
 
-def _place_engines(config: RunConfig, parameters: int) -> tuple[RunConfig, dict[str, Device]]:
+def _place_engines(config: RunConfig, model: ModelFacts) -> tuple[RunConfig, dict[str, Device]]:
     algorithm = config.algorithm
     roles = {"engine": "language_model"}
     if algorithm.name != "sft":
@@ -97,7 +97,7 @@ def _place_engines(config: RunConfig, parameters: int) -> tuple[RunConfig, dict[
             engine = engine.model_copy(update={"forward_only": True})
         elif engine.forward_only:
             raise ConfigError(f"{path}.forward_only=True: this engine has to train")
-        placed, devices[path] = place(engine, model_type, parameters, config.site, path)
+        placed, devices[path] = place(engine, model_type, model, config.site, path)
         if role:
             changes[role] = getattr(config, role).model_copy(update={"engine": placed})
         else:
@@ -120,7 +120,7 @@ class _Builder:
         """Add the stages of one run; returns which they are."""
         config = run.config
         self._plain, self._prepared = config.model_dump(mode="json"), {}
-        weights = weights_bytes(run.parameters, config.model.dtype)
+        weights = weights_bytes(run.model.parameters, config.model.dtype)
         slug = f"{config.model.name}-{config.data.name}"
         convert = self._add(CONVERT, run, config.model.name, {}, bytes=weights)
         sft = self._add(SFT, run, slug, {"model": (convert, None)}, steps=config.sft.steps, bytes=weights)
@@ -149,7 +149,7 @@ class _Builder:
         cuts = cut_steps(config.algorithm.steps, self.segments)
         trained = 2 if config.algorithm.name == "ppo" else 1
         kept = len(cuts) if config.checkpoint.retain == "all" else 2
-        states = states_bytes(run.parameters, trained, kept)
+        states = states_bytes(run.model.parameters, trained, kept)
         steps = config.algorithm.steps
         train = self._add(TRAIN, run, slug, {"model": (sft, None)}, steps=steps, cuts=cuts, bytes=states)
         evaluations = [

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
-import struct
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from engines.architectures import check_keys
 from engines.config import ConfigError
+from engines.gguf import read_gguf_header
 from engines.model_folder import check_model_folder, locate_gguf
 from workflow.campaign.schema import ModelConfig
 
@@ -19,18 +22,34 @@ FIXED_BYTES = 2**20
 """Tokenizer, records, logs."""
 
 
-def count_parameters(model: ModelConfig) -> int:
-    """Parameters of the base model.
+@dataclass(frozen=True)
+class ModelFacts:
+    """What planning knows of the base model, without loading it."""
+
+    source: str
+    """Where that stands, for messages."""
+    config: Mapping[str, Any]
+    """The transformers configuration: all of it, or what a header tells of it."""
+    parameters: int
+
+
+def read_model(model: ModelConfig) -> ModelFacts:
+    """Look at the base model's configuration and headers.
 
     Raises:
+        ConfigError: a key that its architecture does not have, or a size that is none.
         ModelFolderError: the folder is incomplete or damaged, or the package is missing.
     """
     if model.path is not None:
         tensors = check_model_folder(Path(model.path))
-        return sum(math.prod(entry.shape) for entry in tensors.values())
+        file = Path(model.path) / "config.json"
+        total = sum(math.prod(entry.shape) for entry in tensors.values())
+        return ModelFacts(str(file), json.loads(file.read_text(encoding="utf-8")), total)
     if model.package is not None:
-        return _gguf_parameters(locate_gguf(model.package))
-    return _architecture_parameters(model)
+        header = read_gguf_header(locate_gguf(model.package))
+        return ModelFacts(f"model.package={model.package!r}", header.config, header.parameters)
+    check_keys(model.architecture, "model.architecture")
+    return ModelFacts("model.architecture", model.architecture, _architecture_parameters(model))
 
 
 def weights_bytes(parameters: int, dtype: str) -> int:
@@ -41,47 +60,6 @@ def weights_bytes(parameters: int, dtype: str) -> int:
 def states_bytes(parameters: int, trained_models: int, kept_states: int) -> int:
     """Training states that lie on disk at the same time."""
     return parameters * STATE_BYTES * trained_models * kept_states + FIXED_BYTES
-
-
-@cache
-def _gguf_parameters(path: Path) -> int:
-    """Sum of the tensors' sizes in a GGUF header (the format's description: ggml, docs/gguf.md)."""
-    with path.open("rb") as file:
-        magic, _version, tensors, entries = struct.unpack("<4sIQQ", file.read(24))
-        if magic != b"GGUF":
-            raise ConfigError(f"{path}: not a GGUF file")
-        for _ in range(entries):
-            _gguf_text(file)
-            _skip_gguf_value(file, *struct.unpack("<I", file.read(4)))
-        total = 0
-        for _ in range(tensors):
-            _gguf_text(file)
-            (dimensions,) = struct.unpack("<I", file.read(4))
-            total += math.prod(struct.unpack(f"<{dimensions}Q", file.read(8 * dimensions)))
-            file.seek(12, 1)  # type and offset
-    return total
-
-
-_GGUF_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_GGUF_TEXT, _GGUF_ARRAY = 8, 9
-
-
-def _gguf_text(file: BinaryIO) -> None:
-    file.seek(struct.unpack("<Q", file.read(8))[0], 1)
-
-
-def _skip_gguf_value(file: BinaryIO, kind: int) -> None:
-    if kind == _GGUF_TEXT:
-        _gguf_text(file)
-    elif kind == _GGUF_ARRAY:
-        item, count = struct.unpack("<IQ", file.read(12))
-        if item in _GGUF_SIZES:
-            file.seek(_GGUF_SIZES[item] * count, 1)
-        else:
-            for _ in range(count):
-                _skip_gguf_value(file, item)
-    else:
-        file.seek(_GGUF_SIZES[kind], 1)
 
 
 def _architecture_parameters(model: ModelConfig) -> int:

@@ -6,6 +6,7 @@ from functools import cache
 
 from engines.config import ConfigError, EngineConfig, nearest
 from engines.registry import DEVICE_ORDER, EngineRegistry, Triple
+from workflow.campaign.forecast import ModelFacts
 from workflow.campaign.site import UNKNOWN, SiteConfig
 from workflow.manifest import Device
 
@@ -18,18 +19,20 @@ INFERENCE_BYTES = 4
 
 
 def place(
-    engine: EngineConfig, model_type: str, parameters: int, site: SiteConfig, key: str
+    engine: EngineConfig, model_type: str, model: ModelFacts, site: SiteConfig, key: str
 ) -> tuple[EngineConfig, Device]:
-    """Resolve ``auto`` in an engine and check that the result exists and fits the site.
+    """Resolve ``auto`` in an engine and check that the result exists, computes what is asked and fits the site.
 
     Args:
-        parameters: of the model, for what ``auto`` backends are chosen by.
+        model_type: language_model or value_model.
+        model: what the engine has to compute, and how large it is.
         key: config path of the engine, for messages.
 
     Raises:
-        ConfigError: no engine of that key, not built, a dependency is missing, or too few devices.
+        ConfigError: no engine of that key, not built, a dependency is missing, a model or a setting that it does not serve, or too
+            few devices.
     """
-    backend, device, why = _choose(engine, model_type, parameters, site, key)
+    backend, device, why = _choose(engine, model_type, model, site, key)
     offered = site.devices[device]
     world = engine.layout.world_size
     if site.scheduler == "none" and world > offered.devices_per_node:
@@ -53,7 +56,7 @@ def _computed(site: SiteConfig, device: str) -> str:
 
 
 def _choose(
-    engine: EngineConfig, model_type: str, parameters: int, site: SiteConfig, key: str
+    engine: EngineConfig, model_type: str, model: ModelFacts, site: SiteConfig, key: str
 ) -> tuple[str, str, str]:
     triples = [triple for triple in _triples() if triple.model_type == model_type]
     _check_names(engine, triples, site, key)
@@ -68,16 +71,25 @@ def _choose(
             triple = next((t for t in triples if (t.backend, t.device) == (backend, computed)), None)
             if triple is None:
                 continue
-            if triple.state != "built":
-                reason = f"needs {triple.reason}" if triple.reason else triple.state
+            if reason := _refuse(triple, engine, model):
                 refused.append(f"{backend} on {device}: {reason}")
                 continue
-            return backend, device, _why(engine, backend, device, parameters, site)
+            return backend, device, _why(engine, backend, device, model.parameters, site)
     known = sorted({f"{t.backend} on {t.device}" for t in triples if t.state == "built"})
     raise ConfigError(
         f"{key}: no engine {engine.backend!r} for a {model_type} on {engine.device!r} at site {site.name!r}"
         f"{': ' + '; '.join(refused) if refused else ''}; built: {', '.join(known) or 'none'}"
     )
+
+
+def _refuse(triple: Triple, engine: EngineConfig, model: ModelFacts) -> str:
+    """Why a declared engine is no choice; empty when it is one."""
+    if triple.state != "built":
+        return f"needs {triple.reason}" if triple.reason else triple.state
+    if triple.limits is None:
+        return ""
+    reason = triple.limits.refuse_model(model.config)
+    return f"{model.source}: {reason}" if reason else triple.limits.refuse_settings(engine)
 
 
 def _check_names(engine: EngineConfig, triples: list[Triple], site: SiteConfig, key: str) -> None:

@@ -52,11 +52,6 @@ def check_sizes(run: RunConfig) -> None:
             path = Path(getattr(data, key))
             if not path.is_file():
                 raise ConfigError(f"data.{key}={str(path)!r}: no such file")
-    for path in ("engine", "actor.engine", "critic.engine", "reference.engine"):
-        role = path.rpartition(".")[0]
-        engine = run.role_engine(role) if role else run.engine
-        if engine.fused_kernels and engine.device == "cpu":
-            raise ConfigError(f"{path}.fused_kernels=True: there are no fused kernels on cpu")
 
 
 def check_trackers(run: RunConfig) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from engines.catalog import FSDP
 from engines.training.base import BaseEngine, Topology
 from engines.training.batch import MicroBatch
 from engines.training.errors import UnsupportedConfigError
@@ -60,15 +61,8 @@ class ShardedDataParallelEngine(BaseEngine):
 
     def _check_config(self) -> None:
         config, layout = self.config, self.config.layout
-        if layout.world_size != layout.data_parallel_size or layout.expert_parallel_size != 1:
-            raise UnsupportedConfigError(
-                f"engine.backend={config.backend} shards over data-parallel ranks only; "
-                f"tensor, pipeline, context and expert parallel sizes must be 1: {layout}"
-            )
-        if config.fused_kernels:
-            raise UnsupportedConfigError(
-                f"engine.fused_kernels=true: engine.backend={config.backend} has none; set it to false"
-            )
+        if reason := FSDP.refuse_settings(config):
+            raise UnsupportedConfigError(f"engine.backend={config.backend}: {reason}")
         if not dist.is_initialized():
             raise UnsupportedConfigError(
                 "the process group is not initialised; call init_process_group first"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from engines.catalog import FSDP
 from engines.config import EngineConfig
 from engines.streams import stream_key
 from engines.training import packed_attention
@@ -17,8 +19,8 @@ from engines.training.errors import UnsupportedConfigError
 from engines.training.log_probs import token_log_probs
 from engines.training.packed_attention import Segments
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""transformers model types whose logits are hidden states times the output embedding, with nothing in between."""
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 VALUE_HEAD = "score.weight"
 
@@ -114,17 +116,9 @@ def load_model(folder: Path, model_type: str, config: EngineConfig, temperature:
     return TokenModel(loaded.model, loaded.lm_head, model_type, temperature)
 
 
-def _check_architecture(folder: Path, hf_config: object) -> None:
-    name = hf_config.model_type
-    if name not in ARCHITECTURES:
-        raise UnsupportedConfigError(
-            f"{folder}: model_type={name!r} is not served; known: {', '.join(ARCHITECTURES)}"
-        )
-    kinds = getattr(hf_config, "layer_types", None) or []
-    if any(kind != "full_attention" for kind in kinds):
-        raise UnsupportedConfigError(
-            f"{folder}: packed attention has no sliding windows, the model uses them"
-        )
+def _check_architecture(folder: Path, hf_config: PretrainedConfig) -> None:
+    if reason := FSDP.refuse_model(hf_config.to_dict()):
+        raise UnsupportedConfigError(f"{folder}: {reason}")
 
 
 def _value_head(folder: Path, hidden_size: int, seed: int) -> nn.Linear:

