@@ -1,1 +1,1 @@
-"""SLURM: sites, placement by device key, the devices of an allocation, environments. Loads no framework."""
+"""SLURM: placement by device key, the devices of an allocation, environments, jobs and their states. Loads no framework."""
