@@ -148,3 +148,34 @@ def test_an_engine_refuses_what_planning_refuses(backend: str, tmp_path) -> None
 @pytest.mark.parametrize("role", ["engine", "actor.engine", "critic.engine"])
 def test_fused_kernels_are_refused_where_an_engine_has_none(role: str) -> None:
     assert "fused_kernels=True: it has no fused kernels" in refusal(f"{role}.fused_kernels=true", "drill")
+
+
+SMALL = "site.devices.{}.memory_per_device_gb={}"
+
+
+def reasons(words: str, **options) -> str:
+    _, runs = plan_campaign(read_options({"campaign": "drill", "set": words, **options}), source_root())
+    return next(run.devices["actor.engine"] for run in runs if run.name == "ppo").why
+
+
+def test_auto_takes_no_device_that_is_too_small_and_says_so() -> None:
+    assert "fits 4 GB" in reasons("", site="local")
+    told = reasons(SMALL.format("cuda", 1e-5), site="mini")
+    assert "npu is the first with an engine that does it" in told
+    assert "fsdp2 on cuda: 0.000" in told
+    assert "more than site.devices.cuda.memory_per_device_gb=1e-05" in told
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_every_reason() -> None:
+    text = refusal(SMALL.format("cpu", 1e-5))
+    for backend in BACKENDS:
+        assert f"{backend} on cpu: 0.000" in text
+    assert text.count("site.devices.cpu.memory_per_device_gb=1e-05") == len(BACKENDS)
+
+
+def test_more_shards_make_room_and_what_is_named_is_tried() -> None:
+    size = planned("")[1][0].model.parameters * 16 / 2**30
+    small = SMALL.format("cpu", size * 0.6)
+    assert "memory_per_device_gb" in refusal(small)
+    assert planned(f"{small} engine.layout.data_parallel_size=2")
+    assert planned(f"{small} engine=fsdp2 engine.device=cpu")

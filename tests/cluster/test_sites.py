@@ -8,6 +8,7 @@ import pytest
 
 from engines.config import ConfigError, LayoutConfig, parse
 from workflow.campaign.build import make_plan
+from workflow.campaign.forecast import ModelFacts
 from workflow.campaign.placement import place
 from workflow.campaign.schema import CampaignOptions, EngineConfig
 from workflow.campaign.site import (
@@ -23,6 +24,7 @@ from workflow.manifest import Device
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
+TINY = ModelFacts("model.architecture", {"model_type": "qwen3"}, 1000)
 PUBLIC = ("daint", "hkustgz-hpc4", "leonardo", "perlmutter", "vista")
 
 
@@ -96,7 +98,7 @@ def test_an_unknown_site_is_refused_with_the_nearest():
 
 def test_a_stand_in_computes_on_cpu_and_is_placed_by_its_own_key():
     site = load_site("mini", CONFIGS)
-    engine, device = place(EngineConfig(device="npu"), "language_model", 1000, site, "actor.engine")
+    engine, device = place(EngineConfig(device="npu"), "language_model", TINY, site, "actor.engine")
     assert (engine.device, device.asked, device.computed) == ("cpu", "npu", "cpu")
     assert site.key_of(device) == "npu"
     assert "stand-in" in device.why
@@ -115,4 +117,4 @@ def test_where_a_run_is_placed_does_not_change_what_it_is():
 def test_a_layout_that_does_not_fill_nodes_is_refused_while_planning(ranks, said):
     engine = EngineConfig(device="cuda", layout=LayoutConfig(data_parallel_size=ranks))
     with pytest.raises(ConfigError, match=rf"actor\.engine\.layout.*{said}"):
-        place(engine, "language_model", 1000, load_site("mini", CONFIGS), "actor.engine")
+        place(engine, "language_model", TINY, load_site("mini", CONFIGS), "actor.engine")

@@ -71,10 +71,10 @@ def _choose(
             triple = next((t for t in triples if (t.backend, t.device) == (backend, computed)), None)
             if triple is None:
                 continue
-            if reason := _refuse(triple, engine, model):
+            if reason := _refuse(triple, engine, model) or _too_large(engine, device, model, site):
                 refused.append(f"{backend} on {device}: {reason}")
                 continue
-            return backend, device, _why(engine, backend, device, model.parameters, site)
+            return backend, device, "; ".join([*_why(engine, backend, device, model, site), *refused])
     known = sorted({f"{t.backend} on {t.device}" for t in triples if t.state == "built"})
     raise ConfigError(
         f"{key}: no engine {engine.backend!r} for a {model_type} on {engine.device!r} at site {site.name!r}"
@@ -92,6 +92,27 @@ def _refuse(triple: Triple, engine: EngineConfig, model: ModelFacts) -> str:
     return f"{model.source}: {reason}" if reason else triple.limits.refuse_settings(engine)
 
 
+def _too_large(engine: EngineConfig, device: str, model: ModelFacts, site: SiteConfig) -> str:
+    """Why the states do not fit a device; empty when they do, when nothing is known, or when backend and device were asked for."""
+    offered = site.devices[device].memory_per_device_gb
+    if "auto" not in (engine.backend, engine.device) or offered == UNKNOWN:
+        return ""
+    needed = _rank_gb(engine, model)
+    if needed <= offered:
+        return ""
+    return (
+        f"{needed:.3g} GB of states per rank are more than site.devices.{device}.memory_per_device_gb={offered:g}; "
+        "shard over more ranks, or name backend and device to try it all the same"
+    )
+
+
+def _rank_gb(engine: EngineConfig, model: ModelFacts) -> float:
+    """States of one rank, in units of 2**30 bytes."""
+    shards = engine.layout.shard_size or engine.layout.world_size
+    per_parameter = INFERENCE_BYTES if engine.forward_only else TRAINING_BYTES
+    return model.parameters * per_parameter / shards / 2**30
+
+
 def _check_names(engine: EngineConfig, triples: list[Triple], site: SiteConfig, key: str) -> None:
     backends = sorted({triple.backend for triple in triples})
     if engine.backend != "auto" and engine.backend not in backends:
@@ -104,31 +125,23 @@ def _check_names(engine: EngineConfig, triples: list[Triple], site: SiteConfig, 
         )
 
 
-def _why(engine: EngineConfig, backend: str, device: str, parameters: int, site: SiteConfig) -> str:
+def _why(engine: EngineConfig, backend: str, device: str, model: ModelFacts, site: SiteConfig) -> list[str]:
     reasons = []
     if engine.device == "auto":
-        reasons.append(
-            f"site {site.name} offers {', '.join(sorted(site.devices))}; {device} is the first with a built engine"
-        )
+        offers = ", ".join(sorted(site.devices))
+        reasons.append(f"site {site.name} offers {offers}; {device} is the first with an engine that does it")
     else:
         reasons.append("device as asked")
     if site.devices[device].stand_in:
         reasons.append(f"{device} of site {site.name} is a stand-in, computed on cpu")
-    if engine.backend == "auto":
-        needed = parameters * (INFERENCE_BYTES if engine.forward_only else TRAINING_BYTES) / 2**30
-        shards = engine.layout.shard_size or engine.layout.world_size
+    if "auto" in (engine.backend, engine.device):
         offered = site.devices[device].memory_per_device_gb
+        fits = "a device of unknown memory holds or not" if offered == UNKNOWN else f"fits {offered:g} GB"
         reasons.append(
-            f"{backend}: {parameters / 1e6:.1f} M parameters, {needed / shards:.2f} GB per rank of states, "
-            f"which {_compare(needed / shards, offered)}"
+            f"{backend}: {model.parameters / 1e6:.1f} M parameters, {_rank_gb(engine, model):.2f} GB per rank of states, "
+            f"which {fits}"
         )
-    return "; ".join(reasons)
-
-
-def _compare(needed_gb: float, offered_gb: float | str) -> str:
-    if offered_gb == UNKNOWN:
-        return "a device of unknown memory holds or not"
-    return f"{'fits' if needed_gb <= offered_gb else 'is more than'} {offered_gb:g} GB"
+    return reasons
 
 
 @cache
