@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from typing import Optional
 
 from snakemake_interface_common.exceptions import WorkflowError
 from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
@@ -22,7 +23,6 @@ from snakemake_interface_executor_plugins.workflow import WorkflowExecutorInterf
 from engines.config import ConfigError
 from workflow.campaign.head import RESULTS, Head
 from workflow.cluster.executor import Failure, StageCommand, StageJobs
-from workflow.cluster.placement import SIGNAL_SLACK
 from workflow.cluster.slurm import forget_allocation
 
 WAKE_SECONDS = 0.05
@@ -35,9 +35,12 @@ FEW_JOBS = 20
 class ExecutorSettings(ExecutorSettingsBase):
     """What the profile or the command line may set, as ``--baton-...``."""
 
-    warning: int = field(
-        default=2 * SIGNAL_SLACK,
-        metadata={"help": "Seconds before the end of a job at which its stage is told to save its state"},
+    warning: Optional[int] = field(  # noqa: UP045  Snakemake reads the annotation
+        default=None,
+        metadata={
+            "help": "Seconds before the end of a job at which its stage is told to save its state; "
+            "by default 120, or more where steps and saves were slower"
+        },
     )
     poll: float = field(
         default=0.5, metadata={"help": "Seconds between looks for new manifests, of up to 20 jobs"}

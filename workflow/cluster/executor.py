@@ -23,7 +23,14 @@ from workflow.campaign.site import SiteConfig
 from workflow.cluster.jobs import JobFolder, JobRecord, job_log, published, unpublished
 from workflow.cluster.launcher import Task
 from workflow.cluster.nodes import expand_nodes
-from workflow.cluster.placement import SbatchRequest, place_stage
+from workflow.cluster.placement import (
+    SAVE_SECONDS,
+    SIGNAL_SLACK,
+    STEP_SECONDS,
+    SbatchRequest,
+    place_stage,
+    warning_for,
+)
 from workflow.cluster.slurm import SlurmLimit, SlurmRefused, SlurmUnavailable, slurm
 from workflow.cluster.states import (
     RETRIED,
@@ -37,6 +44,7 @@ from workflow.cluster.states import (
     settled,
 )
 from workflow.cluster.submit import give_task, preamble, submit
+from workflow.manifest import ManifestError, read_manifest
 
 ASK_SECONDS = (1.0, 15.0)
 """Between questions to SLURM: at first, and at most when nothing changes."""
@@ -44,6 +52,8 @@ WAIT_SECONDS = (2.0, 60.0)
 """Before a submission that SLURM could not take is tried again: at first, and at most."""
 UNTOLD_SECONDS = 30.0
 """For SLURM to tell why a job ended, and for a manifest to be seen on this host."""
+WARNING_SECONDS = 2 * SIGNAL_SLACK
+"""At least, before the end of a job."""
 ATTEMPTS = "attempts.jsonl"
 
 
@@ -125,11 +135,16 @@ class StageJobs:
         results: the results folder.
         code: the copy of the source that jobs run.
         say: tells people.
-        warning_seconds: before the end of a job, when its stage is told to save.
+        warning_seconds: before the end of a job, when its stage is told to save; from measured steps and saves when None.
     """
 
     def __init__(
-        self, site: SiteConfig, results: Path, code: Path, say: Callable[[str], None], warning_seconds: int
+        self,
+        site: SiteConfig,
+        results: Path,
+        code: Path,
+        say: Callable[[str], None],
+        warning_seconds: int | None,
     ) -> None:
         self._site, self._results, self._code, self._say = site, results, code.absolute(), say
         self._warning = warning_seconds
@@ -277,7 +292,7 @@ class StageJobs:
             output=job_log(job.spec, job.step).absolute(),
             step=job.step,
             walltime_seconds=job.walltime_seconds,
-            warning_seconds=self._warning,
+            warning_seconds=self._warning or max(WARNING_SECONDS, measured_warning(job.spec, job.step)),
             memory_factor=memory,
             exclude=excluded,
         )
@@ -361,3 +376,15 @@ class StageJobs:
             if tail := last_lines(path):
                 lines += [f"last lines of {path}:", *(f"  {line}" for line in tail)]
         return Failure(kind, "\n".join(lines))
+
+
+def measured_warning(spec: StageSpec, step: int | None) -> int:
+    """Seconds before the end that the newest published segment needs to end its step and save; 0 before the first."""
+    for earlier in reversed([cut for cut in spec.cuts if cut < (step or 0)]):
+        try:
+            measured = read_manifest(Path(spec.manifest(earlier))).extra
+        except ManifestError:
+            continue
+        if SAVE_SECONDS in measured:
+            return warning_for(measured[SAVE_SECONDS], measured[STEP_SECONDS])
+    return 0

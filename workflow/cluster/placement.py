@@ -23,6 +23,8 @@ SIGNAL_SLACK = 60
 LARGEST_WARNING = 65535
 """Seconds; more is refused by sbatch."""
 PREFIX = "baton"
+SAVE_SECONDS, STEP_SECONDS = "save_seconds", "step_seconds"
+"""What a segment's manifest says (``extra``) of its slowest save and step: the next one is warned early enough for both."""
 
 Parameters = dict[str, str | int | bool]
 

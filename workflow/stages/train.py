@@ -7,6 +7,7 @@ never cut takes the same steps.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from engines.checkpoint.verify import STATE_FILE
 from engines.workers.group import WorkerGroup, build_groups
 from engines.workers.spec import RoleSpec
 from workflow.campaign.slice import Slice
+from workflow.cluster.placement import SAVE_SECONDS, STEP_SECONDS
 from workflow.data import PromptEncoder, load_problems
 from workflow.rl.metrics import METRICS_FILE, MetricsLog, read_metrics
 from workflow.rl.rewards import Rewarder
@@ -35,7 +37,7 @@ def main(context: StageContext) -> StageResult:
     with worker_groups(context.config, context.input_path("model") / "model") as groups:
         trainer = new_trainer(context, groups)
         resume(context, trainer, store)
-        advance(context, trainer, store)
+        pace = advance(context, trainer, store)
     if trainer.steps_done != context.step:
         raise TooFewSteps(f"{trainer.steps_done} steps are done, {context.step} were planned")
     planned = context.step - max((cut for cut in context.spec.cuts if cut < context.step), default=0)
@@ -45,7 +47,7 @@ def main(context: StageContext) -> StageResult:
         steps_planned=planned,
         steps_done=planned,
         seeds={"seed": context.config.seed},
-        extra={"samples": trainer.samples_seen, "response_tokens": trainer.response_tokens},
+        extra={"samples": trainer.samples_seen, "response_tokens": trainer.response_tokens, **pace},
     )
 
 
@@ -109,27 +111,36 @@ def resume(context: StageContext, trainer: PPOTrainer, store: StateStore) -> Non
     context.log.info("going on after step %d", trainer.steps_done)
 
 
-def advance(context: StageContext, trainer: PPOTrainer, store: StateStore) -> None:
+def advance(context: StageContext, trainer: PPOTrainer, store: StateStore) -> dict[str, float]:
     """Iterate until the segment's end; save there, every ``checkpoint.save_every`` steps, and when asked to stop.
+
+    Returns:
+        Seconds of the slowest step and save, for the warning time of the segments to come.
 
     Raises:
         StoppedOnRequest: after the state was saved.
     """
     log = MetricsLog(context.folder / METRICS_FILE)
     every = context.config.checkpoint.save_every
+    pace = {STEP_SECONDS: 0.0, SAVE_SECONDS: 0.0}
     with context.progress("train", context.step - trainer.steps_done) as bar:
         while trainer.steps_done < context.step:
+            begun = time.monotonic()
             metrics = trainer.step()
+            pace[STEP_SECONDS] = max(pace[STEP_SECONDS], time.monotonic() - begun)
             log.append(metrics)
             context.step_done(trainer.steps_done)
             bar.advance(**_shown(metrics))
             due = trainer.steps_done == context.step or (every and trainer.steps_done % every == 0)
             if due or context.stop.requested:
+                begun = time.monotonic()
                 trainer.save(store)
+                pace[SAVE_SECONDS] = max(pace[SAVE_SECONDS], time.monotonic() - begun)
                 # States inside a segment are for resuming only; published ones may still have readers.
                 store.retain("last", keep=set(context.spec.cuts))
             if context.stop.requested and trainer.steps_done < context.step:
                 raise StoppedOnRequest(f"the state after step {trainer.steps_done} is saved")
+    return pace
 
 
 def _metrics_at(path: Path, step: int) -> dict[str, Any]:
