@@ -161,6 +161,15 @@ def test_one_failed_run_leaves_the_others_and_is_reported(project):
     assert "report: results/quick/report.html" in output
 
 
+def test_a_campaign_folder_shows_the_plan_that_was_asked_for_last(project):
+    for seed in (0, 1):
+        fake_campaign(project.folder, campaign="drill", seed=seed)
+    for seed in (0, 1, 0):
+        code, output = project.run("results/drill/grpo/run.json", "--config", "campaign=drill", f"seed={seed}")
+        assert code == 0, output
+        assert json.loads(Path("results/drill/grpo/run.json").read_text())["seed"] == seed
+
+
 def test_a_finished_campaign_is_shown_and_snakemake_reports_it(project):
     fake_campaign(project.folder, campaign="drill")
     shutil.rmtree("results/drill")

@@ -6,9 +6,7 @@ import datetime
 import importlib
 import logging
 import os
-import signal
 import sys
-import time
 import traceback
 from collections import deque
 from dataclasses import dataclass, field
@@ -43,14 +41,13 @@ from workflow.stages.attempts import AttemptLog
 from workflow.stages.progress import Progress
 from workflow.stages.provenance import git_commit, hardware, package_versions
 from workflow.stages.retention import release_states
+from workflow.stages.stop import StoppedOnRequest, StopRequest
 
 PUBLISHED, OWN_ERROR, REFUSED, STOPPED = 0, 1, 64, 75
 """Exit codes: a manifest is there; the stage's own error; bad input; stopped on request with its state saved."""
 LAST_LINES = 30
 """Of the log, in the record of a failure."""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-ONE_REQUEST_SECONDS = 5.0
-"""In which several signals are one request to stop."""
 TWIN = ".published.json"
 """A second name of the published manifest. A workflow engine may remove the first one together with a job that it believes failed."""
 
@@ -63,50 +60,7 @@ class StageIncomplete(RuntimeError):
     """The stage ended with fewer steps than planned."""
 
 
-class StoppedOnRequest(BaseException):
-    """The stage stopped because it was asked to; its state is saved and the same command continues.
-
-    No Exception, so that no library takes it for an error of its own and goes on.
-    """
-
-
 _BAD_INPUT = (ConfigError, DataError, ManifestError, ModelFolderError, PlanError, StageRefused)
-
-
-class StopRequest:
-    """Whether somebody asked this process to stop (SIGTERM, SIGINT, SIGUSR2).
-
-    From ``interrupt`` on, a request interrupts the stage at once. A stage that looks at ``requested`` between its steps says
-    so once with ``will_poll``, and is interrupted only by a second request. Signals within a few seconds are one request: SLURM signals every process of
-    a job that it ends, and the job's launcher passes its own signal on.
-    """
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._held = True
-        self._since = 0.0
-
-    def will_poll(self) -> None:
-        """From now on the stage looks at ``requested`` itself, saves, and raises StoppedOnRequest."""
-        self._held = True
-
-    def interrupt(self) -> None:
-        """From now on a request interrupts; one that has come already does so now."""
-        self._held = False
-        if self.requested:
-            raise StoppedOnRequest("interrupted")
-
-    def install(self) -> None:
-        """Listen to the signals; they are only noted yet. Main thread only."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-            signal.signal(number, self._receive)
-
-    def _receive(self, number: int, frame: object) -> None:
-        again = self.requested and time.monotonic() - self._since > ONE_REQUEST_SECONDS
-        if not self.requested:
-            self.requested, self._since = True, time.monotonic()
-        if again or not self._held:
-            raise StoppedOnRequest(f"interrupted by {signal.Signals(number).name}")
 
 
 @dataclass
@@ -327,7 +281,7 @@ def _publish(plan: Plan, context: StageContext, result: StageResult) -> None:
         slug=spec.slug,
         step=context.step,
         config=by_content(cut(spec.config, stage.reads)),
-        inputs={name: _input_record(context, name, ref) for name, ref in spec.inputs.items()},
+        inputs=_input_records(context),
         files=describe_files(context.output, result.files),
         steps_planned=result.steps_planned,
         steps_done=result.steps_done,
@@ -355,10 +309,26 @@ def _publish(plan: Plan, context: StageContext, result: StageResult) -> None:
     _give_first_name(context.output)
 
 
-def _input_record(context: StageContext, name: str, ref: InputRef) -> InputRecord:
-    manifest = context.inputs[name]
-    path = os.path.relpath(context.input_path(name) / MANIFEST, context.output)
-    return InputRecord(stage=manifest.stage, id=ref.id, step=ref.step, manifest=path, digest=manifest.digest)
+def _input_records(context: StageContext) -> dict[str, InputRecord]:
+    """The inputs, and for training the state at which the segment before this one ended."""
+    spec = context.spec
+    sources = {
+        name: (ref, context.input_path(name), context.inputs[name]) for name, ref in spec.inputs.items()
+    }
+    if earlier := [step for step in spec.cuts if step < (context.step or 0)]:
+        folder = Path(spec.output_folder(earlier[-1]))
+        ref = InputRef(id=spec.id, step=earlier[-1])
+        sources["state"] = (ref, folder, read_manifest(folder / MANIFEST))
+    return {
+        name: InputRecord(
+            stage=manifest.stage,
+            id=ref.id,
+            step=ref.step,
+            manifest=os.path.relpath(folder / MANIFEST, context.output),
+            digest=manifest.digest,
+        )
+        for name, (ref, folder, manifest) in sources.items()
+    }
 
 
 def _release(plan: Plan, spec: StageSpec, log: logging.Logger) -> None:
