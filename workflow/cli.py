@@ -14,8 +14,8 @@ from rich.table import Table
 from engines.config import ConfigError
 from engines.registry import EngineRegistry
 from workflow.campaign.code import source_root
-from workflow.campaign.head import CURRENT, REFUSALS, RESULTS, plan_campaign
-from workflow.campaign.plan import Plan, PlanError, read_plan
+from workflow.campaign.head import REFUSALS, plan_campaign
+from workflow.campaign.plan import CURRENT, RESULTS, Plan, PlanError, read_plan
 from workflow.campaign.schema import CampaignOptions
 from workflow.campaign.site import detect_site, load_site
 from workflow.campaign.view import RUN_FILE, view_manifests

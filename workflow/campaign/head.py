@@ -15,17 +15,17 @@ from engines.model_folder import ModelFolderError
 from workflow.campaign.build import PlannedRun, make_plan
 from workflow.campaign.code import code_digest, snapshot, source_root
 from workflow.campaign.lock import FolderLock, LockHeld
-from workflow.campaign.plan import Plan, PlanError, read_plan, write_plan
+from workflow.campaign.plan import CURRENT, RESULTS, Plan, PlanError, read_plan, write_plan
 from workflow.campaign.preflight import DiskFull, check_data, check_disk, check_sizes, check_trackers
+from workflow.campaign.released import StatesReleased, check_released
 from workflow.campaign.schema import CampaignOptions
 from workflow.campaign.site import LOCAL, SiteConfig, detect_site, load_site
 from workflow.data import DataError, PromptError
 
-REFUSALS = (ConfigError, DataError, DiskFull, LockHeld, ModelFolderError, PlanError, PromptError)
+REFUSALS = (
+    ConfigError, DataError, DiskFull, LockHeld, ModelFolderError, PlanError, PromptError, StatesReleased,
+)  # fmt: skip
 """What makes a campaign stop before its first job; each message is for the person who started it."""
-RESULTS = Path("results")
-CURRENT = "plan.json"
-"""A link to the plan that the campaign's folder shows."""
 CODE = RESULTS / ".code"
 
 
@@ -68,11 +68,11 @@ class Head:
         return load_site(self.plan.options.get("site") or LOCAL, source_root() / "configs")
 
     def start(self) -> None:
-        """Before the first job: be the only head, check data and disk, copy the source.
+        """Before the first job: be the only head, check states, data and disk, copy the source.
 
         Raises:
             LockHeld: another head works in this results folder.
-            ConfigError, DataError, PromptError, DiskFull: nothing has been started.
+            StatesReleased, ConfigError, DataError, PromptError, DiskFull: nothing has been started.
         """
         lock = FolderLock(RESULTS, ".head.json")
         try:
@@ -81,6 +81,7 @@ class Head:
             raise LockHeld(f"another head is running: {error}; wait for it or stop it") from None
         self._lock = lock
         atexit.register(lock.release)
+        check_released(self.plan)
         check_data(self.runs)
         check_disk(self.plan, RESULTS)
         snapshot(source_root(), self.plan.code, CODE)

@@ -13,6 +13,11 @@ from pydantic import Field
 from engines.config import Config, ConfigError, LayoutConfig, parse
 from workflow.manifest import MANIFEST, Device, write_text
 
+RESULTS = Path("results")
+"""Where the workflow runs: every campaign's folder, and the store of results."""
+CURRENT = "plan.json"
+"""In a campaign's folder, a link to the plan that it shows."""
+
 
 class PlanError(RuntimeError):
     """A plan is missing, altered, or made by another version of the code."""
@@ -42,7 +47,7 @@ class StageSpec(Config):
     layout: LayoutConfig = LayoutConfig()
     """Of the role with the most ranks."""
     world_size: int = 1
-    """Ranks of that role."""
+    """Ranks of all its process groups together."""
     backends: dict[str, str] = {}
     """Engine per role."""
     dtype: str = "float32"

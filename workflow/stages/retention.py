@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from engines.checkpoint.store import StateStore
 from workflow.campaign.lock import FolderLock, LockHeld
-from workflow.campaign.plan import Plan, StageSpec
+from workflow.campaign.plan import CURRENT, RESULTS, Plan, PlanError, StageSpec, read_plan
 
 
 def release_states(plan: Plan, train: StageSpec) -> list[int]:
@@ -18,9 +20,18 @@ def release_states(plan: Plan, train: StageSpec) -> list[int]:
     try:
         with lock:
             policy = train.config["checkpoint"]["retain"]
-            return StateStore(Path(train.folder)).retain(policy, keep=needed_steps(plan, train))
+            needed = {step for known in [plan, *other_plans(plan)] for step in needed_steps(known, train)}
+            return StateStore(Path(train.folder)).retain(policy, keep=needed)
     except LockHeld:
         return []
+
+
+def other_plans(plan: Plan) -> Iterator[Plan]:
+    """What other campaigns here show: runs of several campaigns may share a training and cut it differently."""
+    for link in RESULTS.glob(f"*/{CURRENT}"):
+        if (path := link.resolve()).name != f"plan-{plan.digest}.json":
+            with suppress(PlanError):  # of another version of the code: it plans anew before it goes on
+                yield read_plan(path)
 
 
 def needed_steps(plan: Plan, train: StageSpec) -> set[int]:

@@ -1,0 +1,84 @@
+"""States whose bytes are given up: never while somebody has to read them, and told before anything starts when somebody would."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from engines.checkpoint import StateStore
+from engines.checkpoint.shards import write_shards
+from tests.support.fake_campaign import ROOT, fake_campaign
+from workflow.campaign.build import make_plan
+from workflow.campaign.plan import CURRENT, read_plan
+from workflow.campaign.released import check_released
+from workflow.campaign.schema import CampaignOptions
+from workflow.stages.retention import release_states
+
+
+def save_states(folder: Path, steps) -> None:
+    for step in steps:
+        store = StateStore(folder)
+        index = write_shards(store.begin(step) / "actor", 0, {"weight": torch.ones(3)}, {})
+        store.commit(step, {}, {"actor": [index]})
+
+
+def training(plan, run="grpo"):
+    return plan.stages[plan.runs[run].stages["train"]]
+
+
+def test_a_changed_evaluation_of_released_states_is_refused_with_the_remedy(project):
+    plan = read_plan(fake_campaign(project.folder, campaign="drill"))
+    check_released(plan)
+    for run in plan.runs:
+        train = training(plan, run)
+        for step in train.cuts:
+            shutil.move(train.manifest(step), f"{train.folder}/{step}")
+        save_states(Path(train.folder), train.cuts)
+        for step in train.cuts:
+            shutil.move(f"{train.folder}/{step}", train.manifest(step))
+        assert release_states(plan, train) == [2, 4]
+    check_released(plan)  # nobody reads them any more
+    before = sorted(Path("results/store").rglob("*"))
+    words = ["--config", "campaign=drill", "set=evaluate.problems=16"]
+    code, output = project.run(*words)
+    assert code != 0
+    gone = [training(plan, run).output_folder(step) for run in plan.runs for step in (2, 4)]
+    assert f"rm -r {' '.join(sorted(gone))}" in output
+    assert "checkpoint.retain=all" in output
+    assert sorted(Path("results/store").rglob("*")) == before
+    for folder in gone:
+        shutil.rmtree(folder)
+    changed, _ = make_plan(CampaignOptions(campaign="drill", set="evaluate.problems=16"), ROOT)
+    assert training(changed).identity == training(plan).identity
+    check_released(changed)
+    code, output = project.run("--dry-run", *words)
+    assert code == 0, output
+    assert all(f"{folder}/manifest.json" in output for folder in gone)
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_another_campaign_that_cuts_the_same_training_differently_keeps_its_states(
+    tmp_path, monkeypatch, evaluated
+):
+    monkeypatch.chdir(tmp_path)
+    drill = yaml.safe_load((ROOT / "configs/campaign/drill.yaml").read_text())
+    Path("halves.yaml").write_text(yaml.safe_dump(drill | {"name": "halves", "segments": 2}))
+    plans = []
+    for campaign in ("drill", "halves.yaml"):
+        path = fake_campaign(tmp_path, campaign=campaign)
+        path.with_name(CURRENT).symlink_to(path.name)
+        plans.append(read_plan(path))
+    thirds, halves = plans
+    train = training(thirds)
+    assert (training(halves).folder, train.cuts, training(halves).cuts) == (train.folder, [2, 4, 6], [3, 6])
+    shutil.rmtree(train.folder)
+    save_states(Path(train.folder), [2, 3, 4, 6])
+    reader = halves.runs["grpo"].stages["evaluate"][1]
+    assert halves.stages[reader].inputs["model"].step == 3
+    if not evaluated:
+        Path(halves.stages[reader].manifest()).unlink()
+    assert release_states(thirds, train) == ([2, 3, 4] if evaluated else [2, 4])
