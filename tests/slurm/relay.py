@@ -157,6 +157,13 @@ class Relay:
         rows = [line.split("|") for line in text.splitlines()]
         return {id for id, command, name in rows if ours in command and f"{self.train.id}-step000006" in name}
 
+    def status(self) -> str:
+        """What ``baton status`` prints."""
+        command = [sys.executable, "-m", "workflow.cli", "status", "relay"]
+        environment = os.environ | self.cluster.environment | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True)
+        return done.stdout + done.stderr
+
     def weights(self) -> dict[str, str]:
         """Digest of every file of the final training state."""
         manifest = read_manifest(self.folder / self.train.manifest(6))

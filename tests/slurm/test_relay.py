@@ -58,6 +58,8 @@ def test_each_stage_is_a_job_on_the_partition_of_its_device_key(undisturbed):
 def test_a_killed_head_finds_its_job_again_while_it_waits_and_while_it_runs(undisturbed, half, closed):
     head = half.start(RELAY_PAUSE="5")  # the job goes on for longer than a head takes to start
     waiting = half.job(head, "PENDING")
+    row = next(line for line in half.status().splitlines() if " PENDING " in line)
+    assert row.split()[:5] == ["grpo", "train", half.train.name, "6", waiting.job]
     head.kill()
 
     head = half.start(**SLOW)
