@@ -165,7 +165,9 @@ def test_a_campaign_folder_shows_the_plan_that_was_asked_for_last(project):
     for seed in (0, 1):
         fake_campaign(project.folder, campaign="drill", seed=seed)
     for seed in (0, 1, 0):
-        code, output = project.run("results/drill/grpo/run.json", "--config", "campaign=drill", f"seed={seed}")
+        code, output = project.run(
+            "results/drill/grpo/run.json", "--config", "campaign=drill", f"seed={seed}"
+        )
         assert code == 0, output
         assert json.loads(Path("results/drill/grpo/run.json").read_text())["seed"] == seed
 
@@ -178,6 +180,9 @@ def test_a_finished_campaign_is_shown_and_snakemake_reports_it(project):
     assert "report: results/drill/report.html" in output
     run = json.loads(Path("results/drill/grpo/run.json").read_text())
     assert all(Path("results/drill/grpo", stage["manifest"]).exists() for stage in run["stages"])
+    links = sorted(path.name for path in Path("results/drill/grpo").iterdir() if path.is_symlink())
+    evaluations = ["evaluate-sft", "evaluate-step000002", "evaluate-step000004", "evaluate-step000006"]
+    assert links == ["convert", *evaluations, "export", "sft", "train"]
     code, output = project.run("--config", "campaign=drill", "--report", "snakemake-report.html")
     assert code == 0, output
     assert Path("snakemake-report.html").stat().st_size > 100_000

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from workflow.campaign.plan import Plan, PlanError, read_plan
+from workflow.campaign.plan import Plan, PlanError, RunPlan, read_plan
 from workflow.manifest import ManifestError, write_json
 
 RUN_FILE = "run.json"
@@ -30,12 +30,9 @@ def write_view(plan: Plan, plan_path: Path, name: str) -> Path:
         if link.is_symlink():
             link.unlink()  # of another plan's stages
     stages: list[dict[str, Any]] = []
-    for id in run.ids():
+    for id, link in _link_names(plan, run).items():
         spec = plan.stages[id]
-        link = folder / (
-            spec.stage if spec.stage not in ("sft", "evaluate") else f"{spec.stage}-{len(stages)}"
-        )
-        link.symlink_to(os.path.relpath(spec.folder, folder), target_is_directory=True)
+        (folder / link).symlink_to(os.path.relpath(spec.folder, folder), target_is_directory=True)
         for step in spec.cuts or [None]:
             manifest = os.path.relpath(spec.manifest(step), folder)
             stages.append({"stage": spec.stage, "id": id, "step": step, "manifest": manifest})
@@ -54,6 +51,16 @@ def write_view(plan: Plan, plan_path: Path, name: str) -> Path:
         },
     )
     return path
+
+
+def _link_names(plan: Plan, run: RunPlan) -> dict[str, str]:
+    """Stage id -> name of its link; an evaluation is named after what it evaluated: evaluate-sft, evaluate-step000020."""
+    names = {value: key for key, value in run.stages.items() if isinstance(value, str)}
+    for key, ids in run.stages.items():
+        for id in ids if isinstance(ids, list) else []:
+            model = plan.stages[id].inputs["model"]
+            names[id] = f"{key}-{names[model.id] if model.step is None else f'step{model.step:06d}'}"
+    return names
 
 
 def view_manifests(path: Path) -> list[Path]:
