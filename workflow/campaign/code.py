@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from engines.checkpoint.verify import sha256
 from workflow.manifest import canonical_json
 
 PACKAGES = ("engines", "workflow")
+COMMIT_FILE = "git_commit.txt"
+"""In a snapshot, the commit that it was made from."""
 ENVIRONMENTS = {
     "cpu": ("env/torch.txt", "env/cpu-light.txt"),
     "cuda": ("env/cuda.txt",),
@@ -39,8 +42,22 @@ def environment_digest(root: Path, device: str) -> str:
     return hashlib.sha256(canonical_json(names).encode()).hexdigest()
 
 
+def source_commit(root: Path) -> str | None:
+    """The commit that the source at ``root`` was checked out from, with ``-dirty`` when tracked files differ from it.
+
+    A snapshot remembers it from when it was made: the repository may have moved on since. None outside a repository.
+    """
+    if (known := root / COMMIT_FILE).exists():
+        return known.read_text(encoding="utf-8") or None
+    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 def snapshot(root: Path, digest: str, store: Path) -> Path:
-    """Copy the packages below ``root`` into ``store/<digest>`` unless they are there; returns that folder."""
+    """Copy the packages below ``root`` into ``store/<digest>`` unless they are there, with the commit; returns that folder."""
     target = store / digest[:16]
     if target.is_dir() and code_digest(target) == digest:
         return target
@@ -50,6 +67,7 @@ def snapshot(root: Path, digest: str, store: Path) -> Path:
         copy = temporary / path.relative_to(root)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
+    (temporary / COMMIT_FILE).write_text(source_commit(root) or "", encoding="utf-8")
     if target.exists():  # altered by hand: put it aside, jobs that run from it keep their open files
         target.rename(Path(tempfile.mkdtemp(dir=store, prefix=".")) / target.name)
     temporary.rename(target)

@@ -1,10 +1,9 @@
-"""What computed a result: kinds of hardware, versions, the commit. Never names of machines or people. Loads no framework."""
+"""What computed a result: kinds of hardware, versions. Never names of machines or people. Loads no framework."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
-import subprocess
 import sys
 from pathlib import Path
 
@@ -29,15 +28,6 @@ def package_versions() -> dict[str, str]:
 def hardware() -> Hardware:
     """Kind of CPU, and of accelerator when this process uses one."""
     return Hardware(cpu=_cpu_kind(), accelerator=_accelerator_kind())
-
-
-def git_commit(folder: Path) -> str | None:
-    """The commit that is checked out in ``folder``, with ``-dirty`` when tracked files differ; None outside a repository."""
-    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def _cpu_kind() -> str:

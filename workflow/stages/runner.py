@@ -15,7 +15,7 @@ from typing import Any
 
 from engines.config import ConfigError
 from engines.model_folder import ModelFolderError
-from workflow.campaign.code import code_digest, source_root
+from workflow.campaign.code import code_digest, source_commit, source_root
 from workflow.campaign.identity import Content, Identity, by_content, identify
 from workflow.campaign.lock import FolderLock
 from workflow.campaign.paths import cut
@@ -39,7 +39,7 @@ from workflow.manifest import (
 )
 from workflow.stages.attempts import AttemptLog
 from workflow.stages.progress import Progress
-from workflow.stages.provenance import git_commit, hardware, package_versions
+from workflow.stages.provenance import hardware, package_versions
 from workflow.stages.retention import release_states
 from workflow.stages.stop import StoppedOnRequest, StopRequest
 
@@ -248,6 +248,7 @@ def _context(
         path = Path(plan.input_manifest(ref))
         folders[name] = path.parent
         inputs[name] = _read_input(plan, name, ref, path)
+    _segment_before(spec, step)
     output = Path(spec.output_folder(step))
     if step is None:
         output.mkdir(parents=True, exist_ok=True)  # a training state's folder appears with the state
@@ -296,7 +297,7 @@ def _publish(plan: Plan, context: StageContext, result: StageResult) -> None:
         code=plan.code,
         packages=package_versions(),
         hardware=hardware(),
-        git_commit=git_commit(Path.cwd()),
+        git_commit=source_commit(source_root()),
         attempts=context.attempts.all(),
         device_seconds=spent
         if result.device_seconds is None
@@ -315,10 +316,8 @@ def _input_records(context: StageContext) -> dict[str, InputRecord]:
     sources = {
         name: (ref, context.input_path(name), context.inputs[name]) for name, ref in spec.inputs.items()
     }
-    if earlier := [step for step in spec.cuts if step < (context.step or 0)]:
-        folder = Path(spec.output_folder(earlier[-1]))
-        ref = InputRef(id=spec.id, step=earlier[-1])
-        sources["state"] = (ref, folder, read_manifest(folder / MANIFEST))
+    if before := _segment_before(spec, context.step):
+        sources["state"] = before
     return {
         name: InputRecord(
             stage=manifest.stage,
@@ -329,6 +328,18 @@ def _input_records(context: StageContext) -> dict[str, InputRecord]:
         )
         for name, (ref, folder, manifest) in sources.items()
     }
+
+
+def _segment_before(spec: StageSpec, step: int | None) -> tuple[InputRef, Path, Manifest] | None:
+    """Training: the reference, folder and manifest of the state at which the segment before this one ended.
+
+    Its files are not hashed: they may be released, and training verifies the state that it goes on from.
+    """
+    earlier = [cut for cut in spec.cuts if cut < (step or 0)]
+    if not earlier:
+        return None
+    folder = Path(spec.output_folder(earlier[-1]))
+    return InputRef(id=spec.id, step=earlier[-1]), folder, read_manifest(folder / MANIFEST)
 
 
 def _release(plan: Plan, spec: StageSpec, log: logging.Logger) -> None:

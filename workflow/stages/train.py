@@ -20,6 +20,7 @@ from engines.workers.spec import RoleSpec
 from workflow.campaign.slice import Slice
 from workflow.cluster.placement import SAVE_SECONDS, STEP_SECONDS
 from workflow.data import PromptEncoder, load_problems
+from workflow.manifest import MANIFEST
 from workflow.rl.metrics import METRICS_FILE, MetricsLog, read_metrics
 from workflow.rl.rewards import Rewarder
 from workflow.rl.trainer import PPOTrainer, optimizer_steps
@@ -137,10 +138,15 @@ def advance(context: StageContext, trainer: PPOTrainer, store: StateStore) -> di
                 trainer.save(store)
                 pace[SAVE_SECONDS] = max(pace[SAVE_SECONDS], time.monotonic() - begun)
                 # States inside a segment are for resuming only; published ones may still have readers.
-                store.retain("last", keep=set(context.spec.cuts))
+                store.retain("last", keep={*context.spec.cuts, *published_steps(context.folder)})
             if context.stop.requested and trainer.steps_done < context.step:
                 raise StoppedOnRequest(f"the state after step {trainer.steps_done} is saved")
     return pace
+
+
+def published_steps(folder: Path) -> set[int]:
+    """Steps at which segments ended, of whatever campaign: how a run is cut is no part of what it is."""
+    return {int(path.parent.name.removeprefix("step")) for path in folder.glob(f"step*/{MANIFEST}")}
 
 
 def _metrics_at(path: Path, step: int) -> dict[str, Any]:
