@@ -19,7 +19,7 @@ from engines.training.batch import PackedBatch
 from engines.training.schedule import LossFunction, Metrics, merge_metrics
 from engines.workers import dispatch
 from engines.workers.host import RankHost, RankPlace
-from engines.workers.spec import RoleSpec
+from engines.workers.spec import RoleSpec, process_groups, total_ranks
 
 
 class WorkerError(RuntimeError):
@@ -182,18 +182,18 @@ class InProcessGroup(WorkerGroup):
 def build_groups(specs: list[RoleSpec]) -> dict[str, WorkerGroup]:
     """The group of each role, by role name; engines are built.
 
-    Roles with equal placement (backend, device, layout) share a group. When that is all of them and they are one
-    rank, the group lives in this process; else every rank is a Ray actor.
+    Which roles share a group says ``process_groups``. When one group holds all of them and is one rank, it lives in
+    this process; else every rank is a Ray actor.
     """
-    placements: dict[Any, list[RoleSpec]] = {}
-    for spec in specs:
-        placements.setdefault(spec.placement, []).append(spec)
-    if len(placements) == 1 and specs[0].engine.layout.world_size == 1:
+    by_name = {spec.name: spec for spec in specs}
+    engines = {name: spec.engine for name, spec in by_name.items()}
+    shared = [[by_name[name] for name in names] for names in process_groups(engines)]
+    if total_ranks(engines) == 1:
         groups: list[WorkerGroup] = [InProcessGroup(specs)]
     else:
         from engines.workers.ray_group import start_ray_groups  # a run in one process never imports Ray
 
-        groups = start_ray_groups(list(placements.values()))
+        groups = start_ray_groups(shared)
     by_role = {name: group for group in groups for name in group.specs}
     try:
         for group in groups:

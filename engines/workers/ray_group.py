@@ -29,11 +29,13 @@ PEERS_GRACE_S = 2.0
 class RankActor(RankHost):
     """A rank in a process of its own."""
 
-    def __init__(self, specs: list[RoleSpec], rank: int, world_size: int, threads: int, log: Path) -> None:
+    def __init__(
+        self, specs: list[RoleSpec], rank: int, world_size: int, device: int, threads: int, log: Path
+    ) -> None:
         _redirect_output(log)
         faulthandler.enable()
         torch.set_num_threads(threads)
-        os.environ["LOCAL_RANK"] = str(rank)
+        os.environ["LOCAL_RANK"] = str(device)
         self._rank, self._world_size = rank, world_size
         super().__init__(specs)
 
@@ -57,9 +59,10 @@ class RayGroup(WorkerGroup):
     Args:
         specs: roles of one placement.
         cluster: where the actors live; the group leaves it at shutdown.
+        first_device: of the job's devices, the one of rank 0; those before it belong to other groups.
     """
 
-    def __init__(self, specs: list[RoleSpec], cluster: RayCluster) -> None:
+    def __init__(self, specs: list[RoleSpec], cluster: RayCluster, first_device: int = 0) -> None:
         super().__init__(specs)
         self._cluster: RayCluster | None = cluster
         self._failure: WorkerError | None = None
@@ -69,7 +72,10 @@ class RayGroup(WorkerGroup):
         # Ranks reserve no CPUs: how many there are is the layout's business, and Ray would wait for ever for more.
         actor = ray.remote(RankActor).options(num_cpus=0, max_restarts=0)
         threads = torch.get_num_threads()
-        self._actors = [actor.remote(specs, rank, size, threads, log) for rank, log in enumerate(self._logs)]
+        self._actors = [
+            actor.remote(specs, rank, size, first_device + rank, threads, log)
+            for rank, log in enumerate(self._logs)
+        ]
 
     @property
     def world_size(self) -> int:
@@ -148,7 +154,7 @@ def start_ray_groups(placements: list[list[RoleSpec]]) -> list[RayGroup]:
     cluster, groups = RayCluster(), []
     try:
         for specs in placements:
-            groups.append(RayGroup(specs, cluster))
+            groups.append(RayGroup(specs, cluster, sum(group.world_size for group in groups)))
     except BaseException:
         for group in groups:
             group.shutdown()

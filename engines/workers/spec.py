@@ -1,7 +1,8 @@
-"""What a role is, in plain data: it travels to worker processes and loads no framework."""
+"""What a role is, in plain data, and which roles share processes. Planning asks too, so no framework is loaded."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,11 +27,22 @@ class RoleSpec:
     temperature: float = 1.0
     """Logits are divided by it, as the rollout does."""
 
-    @property
-    def placement(self) -> tuple[str, str, LayoutConfig]:
-        """Roles with equal placement share worker processes; all others have processes of their own.
 
-        Megatron's parallel state is process-wide, so two of its layouts, or Megatron beside another backend,
-        must never meet in one process; that no two placements share one holds for every backend alike.
-        """
-        return self.engine.backend, self.engine.device, self.engine.layout
+def process_groups(engines: Mapping[str, EngineConfig]) -> list[list[str]]:
+    """Which roles share worker processes: those whose engines have equal backend, device and layout; all others have their own.
+
+    Megatron's parallel state is process-wide, so two of its layouts, or Megatron beside another backend, must never
+    meet in one process; that no two placements share one holds for every backend alike.
+
+    Args:
+        engines: role -> its engine, resolved.
+    """
+    groups: dict[tuple[str, str, LayoutConfig], list[str]] = {}
+    for role, engine in engines.items():
+        groups.setdefault((engine.backend, engine.device, engine.layout), []).append(role)
+    return list(groups.values())
+
+
+def total_ranks(engines: Mapping[str, EngineConfig]) -> int:
+    """Ranks of all process groups: what a job of these roles needs devices for."""
+    return sum(engines[roles[0]].layout.world_size for roles in process_groups(engines))

@@ -6,25 +6,27 @@ import json
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.config import AdamWConfig
+from engines.config import AdamWConfig, ConfigError
 from workflow.campaign.build import cut_steps
 from workflow.campaign.code import code_digest, snapshot, source_root
 from workflow.campaign.head import plan_campaign, read_options
 from workflow.campaign.plan import PlanError, read_plan, write_plan
 from workflow.campaign.slice import Slice, UndeclaredConfigRead
 from workflow.campaign.stages import STAGES
+from workflow.stages.train import role_specs
 
 ROOT = source_root()
 PROBLEM = {"question": "1 + 1", "answer": "2"}
 
 
 def plan_of(**options):
-    return plan_campaign(read_options({"campaign": "drill", **options}), ROOT)[0]
+    return plan_campaign(read_options({"campaign": "drill", "site": "local", **options}), ROOT)[0]
 
 
 def stages_of(plan, run):
@@ -122,6 +124,41 @@ def test_a_file_counts_by_its_content_not_by_its_name(tmp_path):
 
     assert identity("a.jsonl", 3) == identity("b.jsonl", 3)
     assert identity("a.jsonl", 3) != identity("a.jsonl", 4)
+
+
+DP2 = "engine.layout.data_parallel_size=2"
+
+
+@pytest.mark.parametrize(
+    ("run", "words", "ranks"),
+    [
+        ("ppo", "", 1),
+        ("grpo", "", 2),
+        ("ppo", DP2, 2),
+        ("ppo", f"{DP2} algorithm.kl.place=loss", 2),
+        ("ppo", f"critic.{DP2}", 3),
+        ("ppo", "critic.engine=fsdp", 2),
+        ("ppo", f"actor.{DP2} algorithm.kl.place=loss reference.engine=fsdp", 4),
+        ("grpo", "algorithm.kl.place=loss", 3),
+        ("grpo", f"algorithm.kl.place=loss reference.{DP2}", 2),
+    ],
+)
+def test_a_job_gets_the_ranks_of_all_process_groups(run, words, ranks):
+    words += " site.devices.cpu.devices_per_node=4"
+    spec = spec_of(plan_of(set=words), run, "train")
+    config = Slice("train", spec.config)
+    started = {
+        (role.engine.backend, role.engine.device, role.engine.layout): role.engine.layout.world_size
+        for role in role_specs(config, Path())
+    }
+    assert spec.world_size == sum(started.values()) == ranks
+
+
+def test_ranks_that_do_not_fit_together_are_refused():
+    with pytest.raises(ConfigError) as caught:
+        plan_of(set="algorithm.kl.place=loss")
+    told = "actor.engine and reference.engine differ in backend, device or layout, so they share no devices: 3 ranks"
+    assert told in str(caught.value)
 
 
 def test_the_seed_is_no_part_of_a_conversion_that_draws_nothing():

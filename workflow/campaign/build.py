@@ -9,13 +9,14 @@ from typing import Any
 
 from engines.config import ConfigError, EngineConfig
 from engines.model_folder import ModelFolderError
+from engines.workers.spec import total_ranks
 from workflow.campaign.code import code_digest, environment_digest
 from workflow.campaign.compose import RunOverrides, compose_run, load_campaign, run_overrides
 from workflow.campaign.forecast import ModelFacts, read_model, states_bytes, weights_bytes
 from workflow.campaign.identity import Content, Identity, identify
 from workflow.campaign.overrides import override_keys, read_overrides
 from workflow.campaign.paths import cut, replaced
-from workflow.campaign.placement import place
+from workflow.campaign.placement import check_roles, place
 from workflow.campaign.plan import InputRef, Plan, RunPlan, StageSpec
 from workflow.campaign.relevance import check_relevant
 from workflow.campaign.schema import CampaignOptions, RunConfig
@@ -102,6 +103,9 @@ def _place_engines(config: RunConfig, model: ModelFacts) -> tuple[RunConfig, dic
             changes[role] = getattr(config, role).model_copy(update={"engine": placed})
         else:
             changes["engine"] = placed
+    trained = {path: changes[role].engine for path in roles if (role := path.rpartition(".")[0])}
+    if "actor.engine" in trained:
+        check_roles(trained, devices["actor.engine"], config.site)
     return config.model_copy(update=changes), devices
 
 
@@ -216,13 +220,14 @@ def _prepare(stage: Stage, run: PlannedRun, plain: dict[str, Any]) -> tuple[Cont
     engines = _engines(stage, run)
     device = next(iter(run.devices[path] for path in engines), _ANYWHERE)
     largest = max(engines.values(), key=lambda engine: engine.layout.world_size, default=EngineConfig())
-    layout = largest.layout if stage in (SFT, TRAIN) else EngineConfig().layout
+    in_groups = stage in (SFT, TRAIN)  # evaluation samples in its own process
+    layout = largest.layout if in_groups else EngineConfig().layout
     backends = {_role(path): engine.backend for path, engine in engines.items()}
     fields = {
         "config": cut(plain, (*reads, *stage.settings)),
         "device": device,
         "layout": layout,
-        "world_size": layout.world_size,
+        "world_size": total_ranks(engines) if in_groups else 1,
         "backends": {"rollout": config.rollout.backend} if stage is EVALUATE else backends,
         "dtype": largest.dtype,
         "threads": config.site.devices[config.site.key_of(device)].threads_per_rank if engines else 1,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 from engines.config import ConfigError, EngineConfig, nearest
 from engines.registry import DEVICE_ORDER, EngineRegistry, Triple
+from engines.workers.spec import process_groups, total_ranks
 from workflow.campaign.forecast import ModelFacts
 from workflow.campaign.site import UNKNOWN, SiteConfig
 from workflow.manifest import Device
@@ -34,20 +36,41 @@ def place(
     """
     backend, device, why = _choose(engine, model_type, model, site, key)
     offered = site.devices[device]
-    world = engine.layout.world_size
-    if site.scheduler == "none" and world > offered.devices_per_node:
-        raise ConfigError(
-            f"{key}.layout: {world} ranks, but site {site.name!r} has {offered.devices_per_node} {device} devices "
-            f"(site.devices.{device}.devices_per_node)"
-        )
-    try:
-        offered.spread(world, f"site.devices.{device}")
-    except ConfigError as error:
-        raise ConfigError(f"{key}.layout: {error}") from None
+    _check_fit(engine.layout.world_size, device, site, f"{key}.layout")
     computed = _computed(site, device)
     return engine.model_copy(update={"backend": backend, "device": computed}), Device(
         asked=device if offered.stand_in else engine.device, computed=computed, why=why
     )
+
+
+def check_roles(engines: Mapping[str, EngineConfig], device: Device, site: SiteConfig) -> None:
+    """Check that all process groups of a job fit the site together.
+
+    Args:
+        engines: config path -> resolved engine.
+        device: of the job.
+
+    Raises:
+        ConfigError: they have more ranks than the site has devices, or a number that does not fill its nodes.
+    """
+    groups = process_groups(engines)
+    if len(groups) > 1:
+        told = " and ".join(" with ".join(roles) for roles in groups)
+        key = f"{told} differ in backend, device or layout, so they share no devices"
+        _check_fit(total_ranks(engines), site.key_of(device), site, key)
+
+
+def _check_fit(ranks: int, device: str, site: SiteConfig, key: str) -> None:
+    offered = site.devices[device]
+    if site.scheduler == "none" and ranks > offered.devices_per_node:
+        raise ConfigError(
+            f"{key}: {ranks} ranks, but site {site.name!r} has {offered.devices_per_node} {device} devices "
+            f"(site.devices.{device}.devices_per_node)"
+        )
+    try:
+        offered.spread(ranks, f"site.devices.{device}")
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
 
 
 def _computed(site: SiteConfig, device: str) -> str:
