@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 
 from engines.checkpoint import StateStore
@@ -15,7 +16,9 @@ from engines.training.batch import PackedBatch
 from engines.workers.group import WorkerError, build_groups
 from engines.workers.ray_cluster import PREFIX, RayStartError, _private_folder
 from engines.workers.ray_group import RayGroup
+from engines.workers.spec import total_ranks
 from tests.support.models import save_tiny_model
+from tests.support.processes import children, wait_until_gone
 from tests.workers import scenario
 from workflow.rl.batches import border
 from workflow.rl.losses import PolicyLoss
@@ -61,6 +64,18 @@ def test_two_ranks_learn_what_one_rank_learns(groups, model, tmp_path):
             for role in ("actor", "critic"):
                 compare_metrics(ours[role], theirs[role])
         check_state_moves_to_one_rank(group, alone, tmp_path)
+
+
+def test_every_rank_has_a_device_of_its_own_and_planning_knows_how_many(groups):
+    distinct = [groups["actor"], groups["other"]]
+    devices = [
+        ray.get(actor.__ray_call__.remote(lambda _: os.environ["LOCAL_RANK"]))
+        for group in distinct
+        for actor in group._actors
+    ]
+    assert devices == ["0", "1", "2"]
+    engines = {spec.name: spec.engine for group in distinct for spec in group.specs.values()}
+    assert total_ranks(engines) == len(devices)
 
 
 def compare_metrics(ours, theirs):
@@ -174,35 +189,3 @@ def test_a_temporary_folder_with_a_long_path_is_passed_over_or_named(tmp_path, m
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(RayStartError, match="TMPDIR"):
         _private_folder()
-
-
-def children(root=None):
-    """Process ids of all descendants, with their start times, so that a reused id is not mistaken for one."""
-    parents, found = {}, []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(") ")[2].split()
-        except OSError:
-            continue
-        parents[int(stat.parent.name)] = (int(fields[1]), fields[19])
-    wanted = {root or os.getpid()}
-    while new := {pid for pid, (parent, _) in parents.items() if parent in wanted} - wanted:
-        wanted |= new
-        found += [(pid, parents[pid][1]) for pid in new]
-    return found
-
-
-def wait_until_gone(processes, timeout=30):
-    """Those of ``processes`` that still run after ``timeout`` seconds."""
-    deadline = time.monotonic() + timeout
-    while (alive := {p for p in processes if is_running(*p)}) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return alive
-
-
-def is_running(pid, start_time):
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    except OSError:
-        return False
-    return fields[19] == start_time and fields[0] != "Z"
