@@ -23,7 +23,6 @@ from snakemake_interface_executor_plugins.workflow import WorkflowExecutorInterf
 from engines.config import ConfigError
 from workflow.campaign.head import RESULTS, Head
 from workflow.cluster.executor import Failure, StageCommand, StageJobs
-from workflow.cluster.slurm import forget_allocation
 
 WAKE_SECONDS = 0.05
 """In which a new job is noticed."""
@@ -63,7 +62,6 @@ class Executor(RemoteExecutor):
         head = workflow.globals.get("HEAD")
         if not isinstance(head, Head):
             raise WorkflowError("the executor baton runs Baton's own Snakefile: no HEAD is defined")
-        forget_allocation()
         self._plan = head.plan
         self._wake = threading.Event()
         self._stages = StageJobs(

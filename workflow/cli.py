@@ -20,6 +20,8 @@ from workflow.campaign.schema import CampaignOptions
 from workflow.campaign.site import detect_site, load_site
 from workflow.campaign.view import RUN_FILE, view_manifests
 from workflow.cluster.doctor import changes, examine
+from workflow.cluster.head_job import head_log, submit_head
+from workflow.cluster.slurm import SlurmLimit, SlurmRefused, SlurmUnavailable
 from workflow.cluster.status import campaign_status
 from workflow.manifest import MANIFEST, ManifestError, verify
 
@@ -94,6 +96,32 @@ def verify_command(
     )
     if result.problems:
         raise typer.Exit(1)
+
+
+@app.command()
+def head(
+    campaign: Annotated[str, typer.Argument(help="a file in configs/campaign")] = "demo",
+    set: Annotated[list[str] | None, typer.Option("--set", help="key=value; may be repeated")] = None,
+    seed: Annotated[int | None, typer.Option(help="seed of all runs")] = None,
+    controls: Annotated[bool, typer.Option(help="add the control runs")] = False,
+    site: Annotated[
+        str | None, typer.Option(help="a file in configs/site; found by the cluster's name")
+    ] = None,
+) -> None:
+    """Run a campaign from a small job that requeues itself, where login nodes end long processes."""
+    configs = source_root() / "configs"
+    try:
+        site = site or detect_site(configs)
+        words = [f"campaign={campaign}", f"site={site}"]
+        words += [] if seed is None else [f"seed={seed}"]
+        words += ["controls=true"] if controls else []
+        words += [f"set={' '.join(set)}"] if set else []
+        job, new = submit_head(campaign, words, load_site(site, configs), RESULTS)
+    except (ConfigError, SlurmUnavailable, SlurmLimit, SlurmRefused) as error:
+        console.print(f"[red]refused:[/] {escape(str(error))}", highlight=False)
+        raise typer.Exit(1) from None
+    word = "is" if new else "is already"
+    console.print(f"the head {word} SLURM job {job}; its log: {head_log(campaign, RESULTS)}", highlight=False)
 
 
 @app.command()

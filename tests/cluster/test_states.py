@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
 
 import pytest
 
@@ -13,9 +13,9 @@ from workflow.cluster.slurm import (
     SlurmRefused,
     SlurmUnavailable,
     failure,
-    forget_allocation,
 )
 from workflow.cluster.states import GONE, RETRIED, UNKNOWN, FailureClass, JobState, classify, settled
+from workflow.cluster.submit import without_allocation
 
 
 def end(outcome: str, code: int = 1, terminated: bool = False, restart: int = 0) -> EndRecord:
@@ -107,5 +107,6 @@ def test_what_slurm_says_tells_whether_to_wait(said, kind):
 def test_an_inherited_allocation_is_forgotten_but_not_which_cluster(monkeypatch):
     for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SBATCH_PARTITION", "SRUN_DEBUG", "SLURM_CONF"):
         monkeypatch.setenv(name, "x")
-    forget_allocation()
-    assert [name for name in os.environ if name.startswith(("SLURM", "SBATCH", "SRUN"))] == ["SLURM_CONF"]
+    seen = subprocess.run([*without_allocation(), "env"], capture_output=True, text=True, check=True).stdout
+    left = [line for line in seen.splitlines() if line.startswith(("SLURM", "SBATCH", "SRUN"))]
+    assert left == ["SLURM_CONF=x"]

@@ -157,10 +157,10 @@ class Relay:
         rows = [line.split("|") for line in text.splitlines()]
         return {id for id, command, name in rows if ours in command and f"{self.train.id}-step000006" in name}
 
-    def status(self) -> str:
-        """What ``baton status`` prints."""
-        command = [sys.executable, "-m", "workflow.cli", "status", "relay"]
-        environment = os.environ | self.cluster.environment | {"PYTHONPATH": str(ROOT)}
+    def baton(self, *words: str, **variables: str) -> str:
+        """What the command ``baton`` prints."""
+        command = [sys.executable, "-P", "-m", "workflow.cli", *words]
+        environment = os.environ | self.cluster.environment | {"PYTHONPATH": str(ROOT)} | variables
         done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True)
         return done.stdout + done.stderr
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
 
-from tests.slurm.relay import PATIENCE, Relay
+from tests.slurm.relay import HERE, PATIENCE, ROOT, Relay
 
 pytestmark = pytest.mark.slurm
 SLOW = {"RELAY_PAUSE": "1"}
@@ -58,7 +59,7 @@ def test_each_stage_is_a_job_on_the_partition_of_its_device_key(undisturbed):
 def test_a_killed_head_finds_its_job_again_while_it_waits_and_while_it_runs(undisturbed, half, closed):
     head = half.start(RELAY_PAUSE="5")  # the job goes on for longer than a head takes to start
     waiting = half.job(head, "PENDING")
-    row = next(line for line in half.status().splitlines() if " PENDING " in line)
+    row = next(line for line in half.baton("status", "relay").splitlines() if " PENDING " in line)
     assert row.split()[:5] == ["grpo", "train", half.train.name, "6", waiting.job]
     head.kill()
 
@@ -107,6 +108,28 @@ def test_a_cancelled_job_is_not_tried_again_until_somebody_asks(undisturbed, hal
 
     head = half.start()
     assert head.wait() == 0, head.said()
+    assert half.weights() == undisturbed.weights()
+
+
+def test_the_head_can_be_a_job_that_requeues_itself(undisturbed, half):
+    for name in ("Snakefile", "workflow"):
+        (half.folder / name).symlink_to(ROOT / name)
+    words = ("head", str(HERE / "relay.yaml"), "--site", "mini")
+    told = half.baton(*words, RELAY_PAUSE="5", OMP_NUM_THREADS="1")
+    head = re.search(r"the head is SLURM job (\d+)", told).group(1)
+    assert f"the head is already SLURM job {head}" in half.baton(*words)
+
+    deadline = time.monotonic() + PATIENCE
+    while half.steps_done() < 4 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    half.cluster.run("scancel", "--batch", "--signal=USR2", head)
+    report = half.folder / "results/relay/report.html"
+    while not report.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    said = (half.folder / "results/relay/head.txt").read_text()
+    assert report.exists(), said
+    assert f"going on with SLURM job {half.record().job}" in said
+    assert len(half.jobs_submitted()) == 1
     assert half.weights() == undisturbed.weights()
 
 

@@ -63,11 +63,13 @@ def failure(message: str) -> RuntimeError:
     return SlurmRefused(message)
 
 
-def forget_allocation() -> None:
-    """Take the variables of an allocation that this process was started in out of its environment.
+def inherited() -> list[str]:
+    """Variables of an allocation that this process was started in: sbatch would read them as options of the new job.
 
-    sbatch reads them as options of the new job. SLURM_CONF stays: it says which cluster is meant.
+    SLURM_CONF stays: it says which cluster is meant.
     """
-    for name in list(os.environ):
-        if name.startswith(("SLURM_", "SBATCH_", "SRUN_")) and name != "SLURM_CONF":
-            del os.environ[name]
+    return [
+        name
+        for name in sorted(os.environ)
+        if name.startswith(("SLURM_", "SBATCH_", "SRUN_")) and name != "SLURM_CONF"
+    ]

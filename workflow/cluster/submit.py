@@ -17,7 +17,7 @@ from engines.config import ConfigError
 from workflow.campaign.site import UNKNOWN, SiteConfig
 from workflow.cluster.launcher import launch
 from workflow.cluster.placement import SbatchRequest
-from workflow.cluster.slurm import SlurmUnavailable, failure
+from workflow.cluster.slurm import SlurmUnavailable, failure, inherited
 
 
 class _Executor(submitit.SlurmExecutor):
@@ -32,7 +32,7 @@ class _Executor(submitit.SlurmExecutor):
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         # Held by sbatch itself, so that a new head can tell whether one is still under way for a head that was killed.
-        return ["flock", str(self._guard), "sbatch", str(submission_file_path)]
+        return [*without_allocation(), "flock", str(self._guard), "sbatch", str(submission_file_path)]
 
 
 def submit(request: SbatchRequest, task: str, folder: Path, preamble: str, guard: Path) -> str:
@@ -54,6 +54,11 @@ def submit(request: SbatchRequest, task: str, folder: Path, preamble: str, guard
         raise SlurmUnavailable(str(error)) from None
     except FailedJobError as error:
         raise failure(str(error)) from None
+
+
+def without_allocation() -> list[str]:
+    """The words before a command that must not know in which allocation it is called."""
+    return ["env", *(f"--unset={name}" for name in inherited())]
 
 
 def give_task(job: str, task: str, folder: Path) -> None:
