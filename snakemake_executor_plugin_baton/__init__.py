@@ -22,6 +22,7 @@ from snakemake_interface_executor_plugins.workflow import WorkflowExecutorInterf
 
 from engines.config import ConfigError
 from workflow.campaign.head import RESULTS, Head
+from workflow.campaign.plan import PlanError
 from workflow.cluster.executor import Failure, StageCommand, StageJobs
 
 WAKE_SECONDS = 0.05
@@ -83,7 +84,7 @@ class Executor(RemoteExecutor):
                 walltime_seconds=None if runtime is None else int(runtime) * 60,
                 retried=job.attempt > 1,
             )
-        except (ConfigError, KeyError) as error:
+        except (ConfigError, PlanError, KeyError) as error:
             raise WorkflowError(f"rule {job.rule.name}: {error}") from None
         self.report_job_submission(SubmittedJobInfo(job, aux={"stage": stage}))
         self._wake.set()
