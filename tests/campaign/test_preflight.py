@@ -26,7 +26,7 @@ ROW = {"question": "1 + 1", "answer": "2"}
 
 
 def planned(words="", campaign="drill"):
-    return plan_campaign(read_options({"campaign": campaign, "set": words}), ROOT)
+    return plan_campaign(read_options({"campaign": campaign, "set": words, "site": "local"}), ROOT)
 
 
 def check(words):
@@ -42,7 +42,10 @@ def test_the_drill_passes():
     [
         ("engine.token_budget=20", "more than the token budget of 20"),
         ("data.max_prompt_tokens=5", "more than data.max_prompt_tokens=5"),
-        ("model.architecture.max_position_embeddings=20", "model.architecture.max_position_embeddings=20"),
+        (
+            "model.architecture.max_position_embeddings=20",
+            "more than max_position_embeddings=20 of model.architecture",
+        ),
         ("model.tokenizer.vocab_size=16", "model.tokenizer.vocab_size=16 is too small"),
         ("data.prompt={nonsense}", "unknown field 'nonsense'"),
     ],
@@ -51,6 +54,67 @@ def test_prompts_that_do_not_fit_are_refused(words, told):
     with pytest.raises((ConfigError, ValueError)) as caught:
         check(words)
     assert told in str(caught.value)
+
+
+SEQUENCES = {
+    # What is set, and how the sequence that it makes too long is named. The drill's prompts have 14 tokens, with answers 25.
+    "rollout.max_new_tokens=256": "run 'ppo': rollout.max_new_tokens=256: more than max_position_embeddings=255",
+    "rollout.max_new_tokens=242": "a prompt of 14 tokens and rollout.max_new_tokens=242: more than max_position_embeddings=255",
+    "evaluate.max_new_tokens=256": "run 'ppo': evaluate.max_new_tokens=256: more than max_position_embeddings=255",
+    "evaluate.max_new_tokens=242": "a prompt of 14 tokens and evaluate.max_new_tokens=242: more than max_position_embeddings=255",
+    "rollout.max_new_tokens=8 data.answer='{answer} {answer} {answer} {answer} {answer} {answer} {answer} {answer}'"
+    " model.architecture.max_position_embeddings=40": "a demonstration of [0-9]+ tokens with its prompt: more than max_position",
+    "actor.engine.token_budget=29": "actor.engine: a prompt of 14 tokens and rollout.max_new_tokens=16: more than the token budget of 29",
+    "actor.engine.inference_token_budget=29": "actor.engine: .*: more than the token budget of 29",
+    "critic.engine.token_budget=29": "critic.engine: .*: more than the token budget of 29",
+    "reference.engine.inference_token_budget=29 algorithm.kl.place=loss site.devices.cpu.devices_per_node=3":
+        "reference.engine: .*: more than the token budget of 29",
+    "engine.token_budget=24 actor.engine.token_budget=30 critic.engine.token_budget=30":
+        "engine: a demonstration of 25 tokens with its prompt: more than the token budget of 24",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "told"), SEQUENCES.items(), ids=SEQUENCES.keys())
+def test_every_sequence_is_measured_against_all_that_will_hold_it(words, told):
+    with pytest.raises(ConfigError, match=told):
+        check(f"model.architecture.max_position_embeddings=255 {words}")
+
+
+def test_sequences_that_just_fit_pass():
+    check(
+        "model.architecture.max_position_embeddings=30 actor.engine.token_budget=30 critic.engine.token_budget=30 "
+        "engine.token_budget=25"
+    )
+
+
+def test_a_package_is_measured_against_its_own_positions():
+    with pytest.raises(
+        ConfigError,
+        match=r"evaluate.max_new_tokens=8193: more than max_position_embeddings=8192 of model.package",
+    ):
+        planned("evaluate.max_new_tokens=8193", "demo-smollm2")
+
+
+def test_a_folder_is_measured_against_its_own_positions(tmp_path):
+    folder = model_folder(tmp_path / "model")
+    config = {"model_type": "qwen3", "vocab_size": 4, "max_position_embeddings": 12}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ConfigError, match=r"rollout.max_new_tokens=16: more than max_position_embeddings=12 of .*config.json"
+    ):
+        planned(f"model=local model.path={folder}")
+
+
+def test_runs_with_other_data_are_measured_by_their_own(tmp_path):
+    file = tmp_path / "three.yaml"
+    drill = (ROOT / "configs/campaign/drill.yaml").read_text()
+    common = drill[drill.index("common:") : drill.index("runs:")]
+    short = "[actor.engine.token_budget=30]"
+    long = (
+        "['data.prompt={direction}: {original_numbers!i}, {original_numbers!i} =', data.max_prompt_tokens=64]"
+    )
+    file.write_text(f"name: three\n{common}runs:\n  a: {short}\n  b: {long}\n  c: {short}\n")
+    check_data(planned("", str(file))[1])
 
 
 @pytest.mark.parametrize(

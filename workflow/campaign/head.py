@@ -16,7 +16,14 @@ from workflow.campaign.build import PlannedRun, make_plan
 from workflow.campaign.code import code_digest, snapshot, source_root
 from workflow.campaign.lock import FolderLock, LockHeld
 from workflow.campaign.plan import CURRENT, RESULTS, Plan, PlanError, read_plan, write_plan
-from workflow.campaign.preflight import DiskFull, check_data, check_disk, check_sizes, check_trackers
+from workflow.campaign.preflight import (
+    DiskFull,
+    check_budgets,
+    check_data,
+    check_disk,
+    check_sizes,
+    check_trackers,
+)
 from workflow.campaign.released import StatesReleased, check_released
 from workflow.campaign.schema import CampaignOptions
 from workflow.campaign.site import LOCAL, SiteConfig, detect_site, load_site
@@ -141,6 +148,7 @@ def plan_campaign(options: CampaignOptions, root: Path) -> tuple[Plan, list[Plan
     for run in runs:
         try:
             check_sizes(run.config)
+            check_budgets(run)
             check_trackers(run.config)
         except ConfigError as error:
             raise ConfigError(f"run {run.name!r}: {error}") from None

@@ -6,8 +6,10 @@ import importlib.util
 import shutil
 import tempfile
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
+from engines.architectures import max_positions
 from engines.config import ConfigError
 from workflow.campaign.build import PlannedRun
 from workflow.campaign.plan import Plan
@@ -88,6 +90,19 @@ def check_disk(plan: Plan, folder: Path) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """The longest sequences of a run, in tokens; 0 where nothing is known of them."""
+
+    train_prompt: int = 0
+    heldout_prompt: int = 0
+    demonstration: int = 0
+    """Prompt and answer. What a function of the user answers for a weak teacher is not in it."""
+
+
+NOTHING_KNOWN = Lengths()
+
+
 def check_data(runs: Iterable[PlannedRun]) -> None:
     """Read or generate every problem, and measure every prompt with the tokenizer it will meet.
 
@@ -97,22 +112,22 @@ def check_data(runs: Iterable[PlannedRun]) -> None:
         ConfigError: a sequence does not fit the token budget or the model.
         DataError, RowError, PromptError: from the data itself.
     """
-    seen: list[tuple[DataConfig, ModelConfig, int]] = []
-    longest = 0
-    for planned in runs:
-        run = planned.config
-        key = (run.data, run.model, run.seed if run.model.architecture else 0)
-        if key not in seen:
-            seen.append(key)
-            longest = _longest_prompt(run)
-        _check_budgets(run, longest)
+    measured: list[tuple[tuple[DataConfig, ModelConfig, int], Lengths]] = []
+    for run in runs:
+        config = run.config
+        key = (config.data, config.model, config.sft.demonstrations)
+        lengths = next((found for known, found in measured if known == key), None)
+        if lengths is None:
+            lengths = _measure(config)
+            measured.append((key, lengths))
+        check_budgets(run, lengths)
 
 
-def _longest_prompt(run: RunConfig) -> int:
-    """Tokens of the longest prompt; every demonstration is spelled too."""
-    splits = [load_problems(run.data, split) for split in ("train", "heldout")]
+def _measure(run: RunConfig) -> Lengths:
+    """Encode every prompt, and every answer that is demonstrated."""
+    train, heldout = (load_problems(run.data, split) for split in ("train", "heldout"))
     if run.model.package is not None:
-        return 0
+        return NOTHING_KNOWN
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made) if run.model.path is None else Path(run.model.path)
         if run.model.tokenizer is not None:
@@ -123,27 +138,49 @@ def _longest_prompt(run: RunConfig) -> int:
                 raise ConfigError(str(error)) from None
         encoder = PromptEncoder(folder)
         try:
-            longest = max(len(encoder.prompt_ids(run.data, p)) for problems in splits for p in problems)
-            for problem in splits[0][: run.sft.demonstrations]:
-                encoder.answer_ids(demonstration(run.data, problem))
+            prompts = [len(encoder.prompt_ids(run.data, problem)) for problem in train]
+            answers = [
+                len(encoder.answer_ids(demonstration(run.data, problem)))
+                for problem in train[: run.sft.demonstrations]
+            ]
+            longest_heldout = max(len(encoder.prompt_ids(run.data, problem)) for problem in heldout)
         except PromptError as error:
             raise ConfigError(str(error).replace(f"{folder}", "model")) from None
-    return longest
+    demonstrated = prompts[: len(answers)]
+    together = max(map(sum, zip(demonstrated, answers, strict=True)))
+    if run.data.wrong_share:  # a weak teacher may give another problem's answer
+        together = max(demonstrated) + max(answers)
+    return Lengths(max(prompts), longest_heldout, together)
 
 
-def _check_budgets(run: RunConfig, longest: int) -> None:
-    response = run.rollout.max_new_tokens
-    for role in ("actor", "critic", "reference"):
-        engine = run.role_engine(role)
-        budget = min(engine.token_budget, engine.inference_token_budget or engine.token_budget)
-        if engine.dynamic_micro_batches and longest + response > budget:
-            raise ConfigError(
-                f"{role}.engine: a prompt of {longest} tokens and rollout.max_new_tokens={response} are more than the "
-                f"token budget of {budget}"
-            )
-    room = (run.model.architecture or {}).get("max_position_embeddings")
-    if room is not None and longest + response > room:
-        raise ConfigError(
-            f"a prompt of {longest} tokens and rollout.max_new_tokens={response} are more than "
-            f"model.architecture.max_position_embeddings={room}"
-        )
+def check_budgets(run: PlannedRun, lengths: Lengths = NOTHING_KNOWN) -> None:
+    """Refuse sequences that are longer than the model's positions, or than the micro-batches of an engine that sees them.
+
+    Raises:
+        ConfigError: naming the keys.
+    """
+    config = run.config
+    shown = f"a demonstration of {lengths.demonstration} tokens with its prompt"
+    sampled, sampled_text = _sampled(lengths.train_prompt, config.rollout.max_new_tokens, "rollout")
+    section = "rollout" if config.evaluate.max_new_tokens is None else "evaluate"
+    evaluated = _sampled(lengths.heldout_prompt, getattr(config, section).max_new_tokens, section)
+    learns = config.algorithm.name != "sft"
+    sequences = [(lengths.demonstration, shown), evaluated, *([(sampled, sampled_text)] if learns else [])]
+    room = max_positions(run.model.config)
+    for tokens, text in sequences:
+        if room is not None and tokens > room:
+            raise ConfigError(f"{text}: more than max_position_embeddings={room} of {run.model.source}")
+    for path in run.devices:
+        role = path.rpartition(".")[0]
+        engine = config.role_engine(role) if role else config.engine
+        tokens, text = (sampled, sampled_text) if role else (lengths.demonstration, shown)
+        budget = engine.token_budget
+        if role:
+            budget = min(budget, engine.inference_token_budget or budget)
+        if engine.dynamic_micro_batches and tokens > budget:
+            raise ConfigError(f"{path}: {text}: more than the token budget of {budget}")
+
+
+def _sampled(prompt: int, response: int, section: str) -> tuple[int, str]:
+    text = f"a prompt of {prompt} tokens and " if prompt else ""
+    return prompt + response, f"{text}{section}.max_new_tokens={response}"
