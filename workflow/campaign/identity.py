@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.checkpoint.verify import sha256
-from engines.config import ConfigError
+from engines.config import ConfigError, nearest
 from workflow.campaign.paths import ABSENT, lookup, replaced
 from workflow.campaign.stages import Stage
 from workflow.manifest import canonical_json
@@ -144,7 +145,39 @@ def _function_content(key: str, value: str) -> str:
         spec = None
     if spec is None or spec.origin is None:
         raise ConfigError(f"{key}={value!r}: expected module:function of an importable module")
+    _check_function(key, value, function, Path(spec.origin))
     return f"{value} sha256:{_file_digest(Path(spec.origin))}"
+
+
+def _check_function(key: str, value: str, function: str, file: Path) -> None:
+    """Look for a name in a module's source; the module itself is not imported, that may take a framework."""
+    if file.suffix != ".py":
+        return  # compiled
+    try:
+        names = _module_names(file, file.stat().st_mtime_ns)
+    except SyntaxError as error:
+        raise ConfigError(f"{key}={value!r}: {file} is no Python ({error})") from None
+    if names.isdisjoint((function, "*", "__getattr__")):
+        raise ConfigError(f"{key}={value!r}: {file} has no {function!r}; {nearest(function, sorted(names))}")
+
+
+@cache
+def _module_names(file: Path, mtime: int) -> frozenset[str]:
+    """What a module's own statements define, assign or import; "*" when it imports names that are not written out."""
+    names: set[str] = set()
+    nodes: list[ast.AST] = [ast.parse(file.read_bytes())]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+            continue  # what is inside is not the module's
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        if isinstance(node, ast.alias):
+            names.add(node.asname or node.name.partition(".")[0])
+        if not isinstance(node, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+            nodes += ast.iter_child_nodes(node)
+    return frozenset(names)
 
 
 _CONTENT_PATHS = {
