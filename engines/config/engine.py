@@ -82,8 +82,8 @@ class EngineConfig(Config):
     """Fused kernels of the backend; refused where the backend or the device has none."""
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass."""
-    seed: int = Field(0, ge=0)
-    """Seed of what an engine draws itself (initial value head, dropout)."""
+    seed: int | None = Field(None, ge=0)
+    """Seed of what an engine draws itself (initial value head, dropout); the run's seed when not set (0 outside of a run)."""
     deterministic: bool = False
     """Deterministic kernels on accelerators (CPU is always deterministic)."""
 

@@ -353,7 +353,7 @@ class BaseEngine(ABC):
         if forward_only:
             yield
             return
-        key = stream_key(self.config.seed, "dropout", self.get_data_parallel_rank(), self.scheduler_step)
+        key = stream_key(self.config.seed or 0, "dropout", self.get_data_parallel_rank(), self.scheduler_step)
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices, device_type=self.device.type if devices else None):
             torch.manual_seed(key)

@@ -161,6 +161,27 @@ def test_ranks_that_do_not_fit_together_are_refused():
     assert told in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("stage", "path"), [(s.name, p) for s in STAGES.values() for p in s.roles if s.name != "evaluate"]
+)
+def test_every_engine_draws_from_the_runs_seed(stage, path):
+    def seeds(**options):
+        words = f"algorithm.kl.place=loss site.devices.cpu.devices_per_node=3 {options.pop('set', '')}"
+        spec = spec_of(plan_of(set=words, **options), "ppo", stage)
+        config = Slice(stage, spec.config)
+        role, _, last = path.rpartition(".")
+        return (
+            getattr(getattr(config, role) if role else config, last).seed,
+            spec.identity,
+            spec.learning_identity,
+        )
+
+    zero, one, own = seeds(), seeds(seed=1), seeds(seed=1, set=f"{path}.seed=0")
+    assert (zero[0], one[0], own[0]) == (0, 1, 0)
+    assert one[1] != own[1]
+    assert one[2] != own[2]
+
+
 def test_the_seed_is_no_part_of_a_conversion_that_draws_nothing():
     one, two = (plan_of(campaign="demo-smollm2", seed=seed) for seed in (0, 1))
     assert spec_of(one, "grpo", "convert").identity == spec_of(two, "grpo", "convert").identity

@@ -98,6 +98,8 @@ def _place_engines(config: RunConfig, model: ModelFacts) -> tuple[RunConfig, dic
             engine = engine.model_copy(update={"forward_only": True})
         elif engine.forward_only:
             raise ConfigError(f"{path}.forward_only=True: this engine has to train")
+        if engine.seed is None:
+            engine = engine.model_copy(update={"seed": config.seed})
         placed, devices[path] = place(engine, model_type, model, config.site, path)
         if role:
             changes[role] = getattr(config, role).model_copy(update={"engine": placed})

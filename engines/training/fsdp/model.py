@@ -111,7 +111,7 @@ def load_model(folder: Path, model_type: str, config: EngineConfig, temperature:
         loaded.gradient_checkpointing_enable({"use_reentrant": False})
     if model_type == "value_model":
         return TokenModel(
-            loaded, _value_head(folder, hf_config.hidden_size, config.seed), model_type, temperature
+            loaded, _value_head(folder, hf_config.hidden_size, config.seed or 0), model_type, temperature
         )
     return TokenModel(loaded.model, loaded.lm_head, model_type, temperature)
 
