@@ -47,6 +47,7 @@ def test_the_drill_passes():
             "more than max_position_embeddings=20 of model.architecture",
         ),
         ("model.tokenizer.vocab_size=16", "model.tokenizer.vocab_size=16 is too small"),
+        ("model.architecture.vocab_size=8", "model.architecture.vocab_size=8: the tokenizer has "),
         ("data.prompt={nonsense}", "unknown field 'nonsense'"),
     ],
 )

@@ -14,6 +14,7 @@ from engines.config import ConfigError, LayoutConfig
 from engines.gguf import read_gguf_header
 from engines.model_folder import locate_gguf
 from workflow.campaign.code import source_root
+from workflow.campaign.forecast import OPTIONAL_SIZES
 from workflow.campaign.head import plan_campaign, read_options
 
 BUILT = [entry for entry in CATALOGUE if entry.built]
@@ -103,6 +104,17 @@ def test_every_key_of_an_architecture_is_refused_when_misspelt(model_type: str) 
         assert (
             f"model.architecture.{wrong}: unknown key of a {model_type} model; did you mean '{key}'?" in text
         )
+
+
+@pytest.mark.parametrize("value", ["many", "0", "-2", "1.5", "true"])
+@pytest.mark.parametrize(
+    "key",
+    ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", *OPTIONAL_SIZES[:4]],
+)
+def test_every_size_is_a_positive_whole_number(key: str, value: str) -> None:
+    text = refusal(f"model.architecture.{key}={value}")
+    assert f"model.architecture.{key}=" in text
+    assert "a positive whole number is needed" in text
 
 
 def test_keys_of_the_rotary_embedding_are_refused_too() -> None:

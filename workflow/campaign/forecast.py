@@ -20,6 +20,15 @@ STATE_BYTES = 12
 """Per parameter of a training state: float32 weight and two AdamW moments."""
 FIXED_BYTES = 2**20
 """Tokenizer, records, logs."""
+OPTIONAL_SIZES = (
+    "vocab_size",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "num_experts",
+    "moe_intermediate_size",
+)
+"""Of an architecture: sizes that may be left to their defaults."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,9 @@ def states_bytes(parameters: int, trained_models: int, kept_states: int) -> int:
 def _architecture_parameters(model: ModelConfig) -> int:
     """By the shapes that llama-like decoders share; experts, if any, are counted."""
     config = model.architecture or {}
+    for key in OPTIONAL_SIZES:
+        if config.get(key) is not None:
+            _number(config, key)
     hidden = _number(config, "hidden_size")
     layers = _number(config, "num_hidden_layers")
     heads = _number(config, "num_attention_heads")
@@ -85,6 +97,6 @@ def _architecture_parameters(model: ModelConfig) -> int:
 
 def _number(config: dict[str, Any], key: str) -> int:
     value = config.get(key)
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"model.architecture.{key}={value!r}: a positive whole number is needed")
     return value

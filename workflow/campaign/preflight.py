@@ -120,7 +120,10 @@ def check_data(runs: Iterable[PlannedRun]) -> None:
         if lengths is None:
             lengths = _measure(config)
             measured.append((key, lengths))
-        check_budgets(run, lengths)
+        try:
+            check_budgets(run, lengths)
+        except ConfigError as error:
+            raise ConfigError(f"run {run.name!r}: {error}") from None
 
 
 def _measure(run: RunConfig) -> Lengths:
@@ -137,6 +140,11 @@ def _measure(run: RunConfig) -> Lengths:
             except ValueError as error:
                 raise ConfigError(str(error)) from None
         encoder = PromptEncoder(folder)
+        rows = (run.model.architecture or {}).get("vocab_size", encoder.vocab_size)
+        if rows < encoder.vocab_size:
+            raise ConfigError(
+                f"model.architecture.vocab_size={rows}: the tokenizer has {encoder.vocab_size} tokens; leave it out or raise it"
+            )
         try:
             prompts = [len(encoder.prompt_ids(run.data, problem)) for problem in train]
             answers = [
