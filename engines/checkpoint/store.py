@@ -102,7 +102,7 @@ class StateStore:
         Only states older than the newest verified one are ever released. What a released folder holds besides
         the state (a manifest) stays; ``released.json`` then describes what was there.
         """
-        keep_every = _parse_policy(policy)
+        keep_every = parse_policy(policy)
         for path in self._folders().values():
             if (path / RELEASED_FILE).exists():
                 _remove_files(path)  # a process may have died while it released
@@ -200,8 +200,12 @@ def _step(path: Path) -> int:
     return int(_STEP.fullmatch(path.name).group(1))
 
 
-def _parse_policy(policy: str) -> int:
-    """The N of ``every:N``; ``all`` is every step, ``last`` is 0."""
+def parse_policy(policy: str) -> int:
+    """The N of ``every:N``; ``all`` is 1, ``last`` is 0.
+
+    Raises:
+        ValueError: anything else.
+    """
     match = re.fullmatch(r"all|last|every:([1-9]\d*)", policy)
     if match is None:
         raise ValueError(f"retain={policy!r}: must be all, last or every:N")

@@ -12,7 +12,7 @@ from engines.model_folder import ModelFolderError
 from engines.workers.spec import total_ranks
 from workflow.campaign.code import code_digest, environment_digest
 from workflow.campaign.compose import RunOverrides, compose_run, load_campaign, run_overrides
-from workflow.campaign.forecast import ModelFacts, read_model, states_bytes, weights_bytes
+from workflow.campaign.forecast import ModelFacts, kept_states, read_model, states_bytes, weights_bytes
 from workflow.campaign.identity import Content, Identity, identify
 from workflow.campaign.overrides import override_keys, read_overrides
 from workflow.campaign.paths import cut, replaced
@@ -126,9 +126,10 @@ class _Builder:
         """Add the stages of one run; returns which they are."""
         config = run.config
         self._plain, self._prepared = config.model_dump(mode="json"), {}
-        weights = weights_bytes(run.model.parameters, config.model.dtype)
+        base = weights_bytes(run.model.parameters, config.model.dtype)
+        weights = weights_bytes(run.model.parameters, "float32")  # engines export their master weights
         slug = f"{config.model.name}-{config.data.name}"
-        convert = self._add(CONVERT, run, config.model.name, {}, bytes=weights)
+        convert = self._add(CONVERT, run, config.model.name, {}, bytes=base)
         sft = self._add(SFT, run, slug, {"model": (convert, None)}, steps=config.sft.steps, bytes=weights)
         before = self._add(EVALUATE, run, f"{slug}-sft", {"model": (sft, None)})
         stages: dict[str, str | list[str]] = {CONVERT.name: convert.id, SFT.name: sft.id}
@@ -154,8 +155,7 @@ class _Builder:
         config = run.config
         cuts = cut_steps(config.algorithm.steps, self.segments)
         trained = 2 if config.algorithm.name == "ppo" else 1
-        kept = len(cuts) if config.checkpoint.retain == "all" else 2
-        states = states_bytes(run.model.parameters, trained, kept)
+        states = states_bytes(run.model.parameters, trained, kept_states(cuts, config.checkpoint.retain))
         steps = config.algorithm.steps
         train = self._add(TRAIN, run, slug, {"model": (sft, None)}, steps=steps, cuts=cuts, bytes=states)
         evaluations = [

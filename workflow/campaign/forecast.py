@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engines.architectures import check_keys
+from engines.checkpoint.store import parse_policy
 from engines.config import ConfigError
 from engines.gguf import read_gguf_header
 from engines.model_folder import check_model_folder, locate_gguf
@@ -64,6 +65,18 @@ def read_model(model: ModelConfig) -> ModelFacts:
 def weights_bytes(parameters: int, dtype: str) -> int:
     """A model folder."""
     return parameters * WEIGHT_BYTES[dtype] + FIXED_BYTES
+
+
+def kept_states(cuts: Sequence[int], retain: str) -> int:
+    """How many states of a training are on disk at the same time: those kept, the last two cuts, and one inside a segment.
+
+    Args:
+        cuts: the steps at which segments end, in order.
+        retain: ``checkpoint.retain``.
+    """
+    every = parse_policy(retain)
+    kept = [cut for cut in cuts[:-1] if every and cut % every == 0]
+    return len({*kept, *cuts[-2:]}) + 1
 
 
 def states_bytes(parameters: int, trained_models: int, kept_states: int) -> int:
