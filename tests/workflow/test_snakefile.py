@@ -142,9 +142,9 @@ def test_edits_while_jobs_run_change_none_of_them(project):
 
 
 def test_one_failed_run_leaves_the_others_and_is_reported(project):
-    Path("broken.py").write_text("")
+    Path("broken.py").write_text("raise LookupError('absent today')\ndef score(response, problem): ...\n")
     campaign = Path("configs/campaign/quick.yaml")
-    bad = "  bad: [reward.kind=function, 'reward.function=broken:absent']\n"
+    bad = "  bad: [reward.kind=function, 'reward.function=broken:score']\n"
     campaign.write_text(campaign.read_text() + bad)
     code, output = project.run("--config", "campaign=quick")
     assert code != 0
@@ -152,12 +152,13 @@ def test_one_failed_run_leaves_the_others_and_is_reported(project):
     runs = {run["run"]: run for run in summary["runs"]}
     assert runs["good"]["accuracy_final"] is not None
     assert runs["bad"]["accuracy_final"] is None
-    failure = json.loads(next(Path("results/store/evaluate").glob("*/failure.json")).read_text())
-    assert "absent" in failure["message"]
+    failure = runs["bad"]["failure"]
+    recorded = json.loads(Path(failure["log"]).with_name("failure.json").read_text())
+    assert "absent today" in recorded["message"]
+    assert failure["class"] == recorded["class"]
     report = Path("results/quick/report.html").read_text()
     for shown in (failure["class"], failure["log"]):
         assert shown in report
-        assert shown in json.dumps(runs["bad"])
     assert "report: results/quick/report.html" in output
 
 
