@@ -3,6 +3,9 @@ PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+# Where torch for CPU comes from, if the default index serves a build for accelerators: make demo TORCH_INDEX=URL
+TORCH_INDEX ?=
+TORCH := -r env/torch.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
 # make demo SEED=1 CONTROLS=true ENGINE=fsdp SET='algorithm.lr=1e-5' CAMPAIGN=demo
 CAMPAIGN ?= demo
@@ -80,7 +83,7 @@ clean: ## remove results and environments
 $(VENV)/.light: env/torch.txt env/cpu-light.txt pyproject.toml
 	@echo "== environment $(VENV): torch for CPU, then the pinned packages of env/cpu-light.txt (about 1.5 GB)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) -r env/torch.txt
+	$(PIP) $(TORCH)
 	$(PIP) -r env/cpu-light.txt
 	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
@@ -106,7 +109,7 @@ $(VENV)/.browser: $(VENV)/.light
 $(VENV)-trl/.done: env/torch.txt env/trl.txt
 	@echo "== environment $(VENV)-trl: TRL, which the benchmark compares with"
 	test -x $(VENV)-trl/bin/python || $(PYTHON) -m venv $(VENV)-trl
-	$(VENV)-trl/bin/pip install --quiet -r env/torch.txt
+	$(VENV)-trl/bin/pip install --quiet $(TORCH)
 	$(VENV)-trl/bin/pip install --quiet -r env/trl.txt
 	@touch $@
 
