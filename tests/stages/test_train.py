@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -12,20 +11,19 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-import torch._dynamo  # DTensor imports it on first use, for seconds: better once, before forking
 import yaml
 
 from engines.checkpoint import read_state
+from engines.checkpoint.verify import STATE_FILE
+from tests.support.jobs import ROOT, finish, start
+from tests.support.processes import ray_ranks
 from workflow.campaign.build import make_plan
-from workflow.campaign.plan import Plan, StageSpec, write_plan
+from workflow.campaign.plan import CURRENT, Plan, StageSpec, write_plan
 from workflow.campaign.schema import CampaignOptions
-from workflow.data import Problem
-from workflow.manifest import check_files, read_manifest
+from workflow.manifest import check_files, read_manifest, verify
 from workflow.rl.metrics import read_metrics
-from workflow.stages.runner import PUBLISHED, STOPPED, run
+from workflow.stages.runner import OWN_ERROR, STOPPED
 
-ROOT = Path(__file__).parents[2]
 COMMON = [
     "model=micro-qwen3",
     "data.train_size=20",  # 8 prompts a step: steps go across the borders of epochs
@@ -44,7 +42,7 @@ COMMON = [
     "rollout.max_new_tokens=8",
     "evaluate.problems=16",
     "reward.kind=function",
-    "reward.function=tests.stages.test_train:share_of_digits",
+    "reward.function=tests.support.rewards:share_of_digits",
 ]
 RUNS = {
     "ppo": [
@@ -59,11 +57,6 @@ RUNS = {
 }
 
 
-def share_of_digits(response: str, problem: Problem) -> float:
-    """A reward that an untrained model can already earn."""
-    return sum(map(str.isdigit, response)) / max(len(response), 1)
-
-
 def make(folder: Path, segments: int, *options: str) -> tuple[Plan, Path]:
     """A plan of both runs in ``folder``; how it is cut is no part of any identity."""
     campaign = {"name": "cuts", "segments": segments, "common": [*COMMON, *options], "runs": RUNS}
@@ -71,25 +64,6 @@ def make(folder: Path, segments: int, *options: str) -> tuple[Plan, Path]:
     path.write_text(yaml.safe_dump(campaign))
     plan, _ = make_plan(CampaignOptions(campaign=str(path)), ROOT)
     return plan, write_plan(plan, folder)
-
-
-def start(folder: Path, plan: Path, stage: str, key: str, step: int | None = None):
-    """One job: a process of its own, forked so that it need not import torch again."""
-
-    def job() -> None:
-        torch.set_num_threads(1)
-        os.chdir(folder)
-        os._exit(run(stage, plan, key, step))
-
-    process = multiprocessing.get_context("fork").Process(target=job)
-    process.start()
-    return process
-
-
-def finish(*job, expected: int = PUBLISHED) -> None:
-    process = start(*job)
-    process.join()
-    assert process.exitcode == expected
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +98,17 @@ def content(folder: Path, spec: StageSpec) -> dict:
     return {"files": state["files"], "trainer": state["trainer"], "roles": state["roles"]}
 
 
+def same_curve(one: Path, other: Path) -> list[dict]:
+    """The metrics of both folders, which differ in times only."""
+    timing = ("seconds", "tokens_per_second")
+    curves = [
+        [{k: v for k, v in line.items() if not any(t in k for t in timing)} for line in read_metrics(path)]
+        for path in (one / "metrics.jsonl", other / "metrics.jsonl")
+    ]
+    assert curves[0] == curves[1]
+    return curves[0]
+
+
 @pytest.mark.parametrize("name", list(RUNS))
 def test_cut_and_killed_equals_uninterrupted(prepared, tmp_path, name):
     whole, pieces = tmp_path / "whole", tmp_path / "pieces"
@@ -149,20 +134,61 @@ def test_cut_and_killed_equals_uninterrupted(prepared, tmp_path, name):
 
     found, expected = content(pieces, spec), content(whole, uninterrupted)
     assert found == expected, f"killed in the segment to step {victim}, {moment} after its first step"
+    shutil.rmtree(pieces / spec.output_folder(2))  # computed anew, it changes nothing of what comes after it
+    finish(pieces, path, "train", spec.id, 2)
+    assert content(pieces, spec) == expected
+    lineage = verify(pieces / spec.manifest(6))  # three segments, sft, convert
+    assert (lineage.manifests, lineage.problems) == (5, [])
+    # Another campaign cuts it elsewhere: it finds what is there, and gives up nothing that this one has still to evaluate.
+    (pieces / "results" / "cuts").mkdir()
+    (pieces / "results" / "cuts" / CURRENT).symlink_to(path)
+    finish(pieces, make(pieces, 2)[1], "train", spec.id, 3)
+    assert all((pieces / spec.output_folder(step) / STATE_FILE).exists() for step in (2, 3, 4, 6))
     assert set(expected["roles"]) == ({"actor", "critic"} if name == "ppo" else {"actor"})
     assert check_files(pieces / spec.output_folder(6), read_manifest(pieces / spec.manifest(6))) == []
 
-    curves = [read_metrics(folder / spec.folder / "metrics.jsonl") for folder in (whole, pieces)]
-    timing = ("seconds", "tokens_per_second")
-    for lines in zip(*curves, strict=True):
-        first, second = ({k: v for k, v in line.items() if not any(t in k for t in timing)} for line in lines)
-        assert first == second
-    assert [line["step"] for line in curves[1]] == [1, 2, 3, 4, 5, 6]
+    curve = same_curve(whole / uninterrupted.folder, pieces / spec.folder)
+    assert [line["step"] for line in curve] == [1, 2, 3, 4, 5, 6]
     # While the critic warms up, the actor does not learn.
-    assert ["actor/loss" in line for line in curves[1]] == [name == "grpo"] + [True] * 5
-    assert len({line["reward"] for line in curves[1]}) > 3
-    assert all(abs(line["rollout_ratio_max"] - 1) <= 1e-5 for line in curves[1])
-    assert all(abs(line["rollout_ratio_min"] - 1) <= 1e-5 for line in curves[1])
+    assert ["actor/loss" in line for line in curve] == [name == "grpo"] + [True] * 5
+    assert len({line["reward"] for line in curve}) > 3
+    assert all(abs(line["rollout_ratio_max"] - 1) <= 1e-5 for line in curve)
+    assert all(abs(line["rollout_ratio_min"] - 1) <= 1e-5 for line in curve)
+
+
+def test_on_ray_too_a_killed_rank_and_a_killed_head_change_nothing(prepared, tmp_path):
+    """Two fsdp2 ranks: one of them is killed in the first segment, the process that leads them in the second."""
+    layout = [
+        f"{role}.{word}"
+        for role in ("actor", "critic", "reference")
+        for word in ("engine=fsdp2", "engine.layout.data_parallel_size=2")
+    ]
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    plan, path = workspace(prepared, whole, 1, *layout)
+    uninterrupted = plan.stages[plan.runs["grpo"].stages["train"]]
+    finish(whole, path, "train", uninterrupted.id, 6)
+
+    plan, path = workspace(prepared, pieces, 2, "checkpoint.save_every=1", *layout)
+    spec = plan.stages[plan.runs["grpo"].stages["train"]]
+    assert (spec.identity, spec.cuts, spec.layout.world_size) == (uninterrupted.identity, [3, 6], 2)
+    moment = random.random()
+    for cut, expected in ((3, OWN_ERROR), (6, -signal.SIGKILL)):
+        process = start(pieces, path, "train", spec.id, cut)
+        seconds = wait_for_step(spec, pieces, cut - 2, process)
+        ranks = ray_ranks(process.pid)
+        assert len(ranks) == 2
+        time.sleep(moment * seconds)
+        os.kill(random.choice(ranks) if expected == OWN_ERROR else process.pid, signal.SIGKILL)
+        process.join()
+        assert process.exitcode == expected
+        if expected == OWN_ERROR:
+            failure = json.loads((pieces / spec.failure(cut)).read_text())
+            assert (failure["class"], "died" in failure["message"]) == ("WorkerError", True)
+        finish(pieces, path, "train", spec.id, cut)
+    assert content(pieces, spec) == content(whole, uninterrupted), f"killed {moment} of a step after a step"
+    same_curve(whole / uninterrupted.folder, pieces / spec.folder)
+    ends = [[a.end for a in read_manifest(pieces / spec.manifest(cut)).attempts] for cut in spec.cuts]
+    assert ends == [["error", "published"], ["killed", "published"]]
 
 
 def test_a_stop_request_saves_and_the_same_command_continues(prepared, tmp_path):
@@ -197,5 +223,8 @@ def test_evaluation_of_model_and_state(prepared, tmp_path):
         samples = (folder / plan.stages[key].folder / "samples.jsonl").read_text().splitlines()
         assert len(samples) == 16
         assert {"prompt", "answer", "response", "correct"} == set(json.loads(samples[0]))
+        result = json.loads((folder / plan.stages[key].folder / "result.json").read_text())
+        outcomes = result.pop("outcomes")
+        assert (result, len(outcomes), sum(outcomes.values())) == (metrics, 16, metrics["correct"])
     texts = [(folder / plan.stages[key].folder / "samples.jsonl").read_text() for key in (before, after)]
     assert texts[0] != texts[1]
