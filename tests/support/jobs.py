@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 import torch._dynamo
 
+from tests.support.processes import fork
 from workflow.stages.runner import PUBLISHED, run
 
 ROOT = Path(__file__).parents[2]
@@ -24,9 +24,7 @@ def start(folder: Path, plan: Path, stage: str, key: str, step: int | None = Non
         os.environ["PYTHONPATH"] = str(ROOT)  # of the processes that Ray starts
         os._exit(run(stage, plan, key, step))
 
-    process = multiprocessing.get_context("fork").Process(target=job)
-    process.start()
-    return process
+    return fork(job)
 
 
 def finish(

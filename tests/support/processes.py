@@ -1,11 +1,15 @@
-"""Processes below this one, as the kernel lists them."""
+"""Processes below this one: forked ones, and those that the kernel lists."""
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 
 def children(root: int | None = None) -> list[tuple[int, str]]:
@@ -51,3 +55,19 @@ def _is_running(pid: int, start_time: str) -> bool:
     except OSError:
         return False
     return fields[19] == start_time and fields[0] != "Z"
+
+
+def fork(target: Callable[..., None], *args: Any) -> BaseProcess:
+    """A started daemon process that runs ``target(*args)`` and shares what this one has imported.
+
+    What is garbage here stays untouched there: destroying a process group that threads of this process serve would end
+    the new process, which has no such threads.
+    """
+    process = multiprocessing.get_context("fork").Process(target=target, args=args, daemon=True)
+    gc.collect()
+    gc.freeze()
+    try:
+        process.start()
+    finally:
+        gc.unfreeze()
+    return process

@@ -18,6 +18,7 @@ import torch._dynamo  # DTensor imports it on first use, for seconds: better onc
 import torch.distributed as dist
 
 from engines.training.process_group import init_process_group
+from tests.support.processes import fork
 
 torch.set_num_threads(1)  # here too: a pool of threads does not survive a fork
 
@@ -45,16 +46,13 @@ def run_ranks(
         RankFailed: a rank raised (the first traceback is in the message) or died.
         RanksStuck: no end after ``timeout`` seconds, e.g. a deadlock.
     """
-    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         ranks, pipes = [], []
         for rank in range(world_size):
-            receive, send = context.Pipe(duplex=False)
+            receive, send = multiprocessing.Pipe(duplex=False)
             arguments = (rank, world_size, Path(folder) / "store", timeout, device, send, function, args)
-            process = context.Process(target=_rank, args=arguments, daemon=True)
-            process.start()
+            ranks.append(fork(_rank, *arguments))
             send.close()
-            ranks.append(process)
             pipes.append(receive)
         try:
             return _collect(ranks, pipes, timeout)
