@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import multiprocessing
 import os
 import resource
 import signal
@@ -30,6 +29,7 @@ from engines.checkpoint import (
 )
 from engines.checkpoint.shards import load_shards, write_shards
 from engines.checkpoint.verify import self_digest
+from tests.support.processes import fork
 
 SHARD = "actor/rank00000.safetensors"
 
@@ -214,8 +214,7 @@ def _die_between_files(folder: Path) -> None:
 
 def test_killed_between_files(tmp_path: Path, caplog) -> None:
     save(StateStore(tmp_path), 20)
-    process = multiprocessing.get_context("fork").Process(target=_die_between_files, args=(tmp_path,))
-    process.start()
+    process = fork(_die_between_files, tmp_path)
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert any(entry.name.startswith(".step000040.") for entry in tmp_path.iterdir())
@@ -239,8 +238,7 @@ def _save_for_ever(folder: Path) -> None:
 def test_killed_at_any_moment(tmp_path: Path, caplog) -> None:
     seen = 0
     for attempt in range(8):
-        process = multiprocessing.get_context("fork").Process(target=_save_for_ever, args=(tmp_path,))
-        process.start()
+        process = fork(_save_for_ever, tmp_path)
         time.sleep(0.05 + 0.013 * attempt)
         process.kill()
         process.join()
@@ -273,10 +271,7 @@ def _save_with_a_small_file_limit(folder: Path) -> None:
 
 def test_disk_full_while_writing(tmp_path: Path) -> None:
     save(StateStore(tmp_path), 20)
-    process = multiprocessing.get_context("fork").Process(
-        target=_save_with_a_small_file_limit, args=(tmp_path,)
-    )
-    process.start()
+    process = fork(_save_with_a_small_file_limit, tmp_path)
     process.join()
     assert process.exitcode == 7
     store = StateStore(tmp_path)
@@ -341,8 +336,7 @@ def test_a_kill_while_a_released_state_is_saved_again_loses_no_manifest(tmp_path
     (tmp_path / "step000010" / "manifest.json").write_text("{}")
     assert StateStore(tmp_path).retain("last") == [10]
     for attempt in range(6):
-        process = multiprocessing.get_context("fork").Process(target=_replace_for_ever, args=(tmp_path,))
-        process.start()
+        process = fork(_replace_for_ever, tmp_path)
         time.sleep(0.05 + 0.013 * attempt)
         process.kill()
         process.join()
