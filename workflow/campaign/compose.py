@@ -7,11 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from engines.config import ConfigError, nearest, parse
+from engines.config import ConfigError, parse
+from workflow.campaign.files import load_named
 from workflow.campaign.overrides import ROLES, Overrides, split_words
 from workflow.campaign.paths import ABSENT, lookup, replaced
 from workflow.campaign.schema import CampaignConfig, CampaignOptions, RunConfig
@@ -23,19 +23,7 @@ def load_campaign(name: str, configs: Path) -> CampaignConfig:
     Raises:
         ConfigError: there is no such file, or it is not a campaign.
     """
-    path = Path(name) if name.endswith(".yaml") else configs / "campaign" / f"{name}.yaml"
-    if not path.is_file():
-        known = sorted(file.stem for file in (configs / "campaign").glob("*.yaml"))
-        raise ConfigError(f"campaign={name!r}: {path} is not there; {nearest(name, known)}")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML ({error})") from None
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"{path}: expected keys and values; known keys: {', '.join(CampaignConfig.model_fields)}"
-        )
-    campaign = parse(CampaignConfig, values, path=str(path))
+    campaign = load_named("campaign", name, configs, CampaignConfig)
     return campaign if campaign.base is None else _based(campaign, load_campaign(campaign.base, configs))
 
 

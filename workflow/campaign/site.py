@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import (
     Field,
     ValidationError,
@@ -18,7 +17,8 @@ from pydantic import (
     model_validator,
 )
 
-from engines.config import Config, ConfigError, nearest, parse
+from engines.config import Config, ConfigError
+from workflow.campaign.files import load_named, names_of
 from workflow.manifest import Device
 
 UNKNOWN = "unknown"
@@ -250,23 +250,12 @@ def load_site(name: str, configs: Path) -> SiteConfig:
     Raises:
         ConfigError: no such file, not YAML, or a wrong key or value.
     """
-    path = Path(name) if name.endswith(".yaml") else configs / "site" / f"{name}.yaml"
-    if not path.is_file():
-        raise ConfigError(f"site={name!r}: {path} is not there; {nearest(name, site_names(configs))}")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML ({error})") from None
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"{path}: expected keys and values; known keys: {', '.join(SiteConfig.model_fields)}"
-        )
-    return parse(SiteConfig, values, path="site")
+    return load_named("site", name, configs, SiteConfig)
 
 
 def site_names(configs: Path) -> list[str]:
     """All sites that have a file."""
-    return sorted(path.stem for path in (configs / "site").glob("*.yaml"))
+    return names_of("site", configs)
 
 
 def detect_site(configs: Path) -> str:
