@@ -1,30 +1,26 @@
-"""Stages as jobs: a process each, forked so that none imports torch again."""
+"""Stages as jobs: a process each, none of which imports torch again."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import torch
-import torch._dynamo
-
-from tests.support.processes import fork
 from workflow.stages.runner import PUBLISHED, run
 
 ROOT = Path(__file__).parents[2]
+# Forked from a server that has imported much and done nothing: a copy of this process would inherit Ray's core, which
+# another test may have started and which waits for ever for threads that the copy does not have.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "workflow.stages.train", "tests.support.jobs"])
 
 
 def start(folder: Path, plan: Path, stage: str, key: str, step: int | None = None) -> BaseProcess:
     """A job of the workflow that runs in ``folder``."""
-
-    def job() -> None:
-        torch.set_num_threads(1)
-        os.chdir(folder)
-        os.environ["PYTHONPATH"] = str(ROOT)  # of the processes that Ray starts
-        os._exit(run(stage, plan, key, step))
-
-    return fork(job)
+    process = CONTEXT.Process(target=_job, args=(folder, plan, stage, key, step))
+    process.start()
+    return process
 
 
 def finish(
@@ -34,3 +30,12 @@ def finish(
     process = start(folder, plan, stage, key, step)
     process.join()
     assert process.exitcode == expected
+
+
+def _job(folder: Path, plan: Path, stage: str, key: str, step: int | None) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = str(ROOT)  # of the processes that Ray starts
+    os._exit(run(stage, plan, key, step))
