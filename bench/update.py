@@ -21,6 +21,7 @@ import random
 import statistics
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +106,7 @@ def per_segment_attention(
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
-class HandWrittenLoop:
+class HandWrittenLoop(ABC):
     """Forward, backward, clip and step on a plain transformers model."""
 
     def __init__(self, folder: Path, batch: PackedBatch, attention: str) -> None:
@@ -126,8 +127,9 @@ class HandWrittenLoop:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
 
+    @abstractmethod
     def forward_backward(self) -> None:
-        raise NotImplementedError
+        """Add the gradients of the whole batch to those there are."""
 
 
 class PackedLoop(HandWrittenLoop):
