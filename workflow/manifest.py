@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from engines.checkpoint.store import RELEASED_FILE, make_durable
-from engines.checkpoint.verify import sha256
+from engines.checkpoint.verify import STATE_FILE, sha256
 from engines.config import Config, ConfigError, LayoutConfig, parse
 
 MANIFEST = "manifest.json"
@@ -251,12 +251,16 @@ def is_released(folder: Path) -> bool:
 
 
 def check_files(folder: Path, manifest: Manifest) -> list[str]:
-    """Hash every published file again; one line per file that is missing or differs. Released states have none to check."""
+    """Hash every published file again; one line per file that is missing or differs.
+
+    Of a released state only its description is left, under another name.
+    """
+    files = {folder / name: record for name, record in manifest.files.items()}
     if is_released(folder):
-        return []
+        described = manifest.files.get(STATE_FILE)
+        files = {folder / RELEASED_FILE: described} if described else {}
     problems = []
-    for name, record in manifest.files.items():
-        path = folder / name
+    for path, record in files.items():
         if not path.is_file():
             problems.append(f"{path}: missing")
         elif path.stat().st_size != record.bytes:

@@ -22,7 +22,7 @@ from pathlib import Path
 from tests.slurm.minicluster import MiniCluster, install
 from workflow.campaign.code import code_digest, snapshot, source_root
 from workflow.campaign.plan import InputRef, Plan, StageSpec, write_plan
-from workflow.manifest import Device, Hardware, Manifest, write_json, write_manifest
+from workflow.manifest import Device, Hardware, write_json, write_manifest
 
 HERE = Path(__file__).parent
 STAGES = ("convert", "sft", "export")
@@ -124,8 +124,6 @@ def prepare(folder: Path) -> Path:
                 folder=f"results/store/{stage}/nothing-{f'{index + 1:064x}'[::-1][:8]}",
             )
         )
-        (folder / "manifests").mkdir(exist_ok=True)
-        write_manifest(folder / f"manifests/{stage}.json", manifest(specs[-1], code))
     plan = Plan(
         campaign="nothing",
         code=code,
@@ -134,33 +132,13 @@ def prepare(folder: Path) -> Path:
         stages={spec.id: spec for spec in specs},
         runs={},
     )
+    for spec in specs:
+        nothing = plan.manifest_of(
+            spec, files={}, steps_planned=0, steps_done=0, hardware=Hardware(cpu=""), created=""
+        )
+        write_manifest(folder / f"manifests/{spec.stage}.json", nothing)
     snapshot(source_root(), code, folder / "results/.code")
     return write_plan(plan, folder / "results/nothing").relative_to(folder)
-
-
-def manifest(spec: StageSpec, code: str) -> Manifest:
-    """What a stage publishes: no file."""
-    return Manifest(
-        stage=spec.stage,
-        version=spec.version,
-        id=spec.id,
-        identity=spec.identity,
-        learning_identity=spec.learning_identity,
-        slug=spec.slug,
-        config={},
-        files={},
-        steps_planned=0,
-        steps_done=0,
-        device=spec.device,
-        layout=spec.layout,
-        world_size=1,
-        dtype=spec.dtype,
-        threads=1,
-        environment="",
-        code=code,
-        hardware=Hardware(cpu=""),
-        created="",
-    )
 
 
 if __name__ == "__main__":

@@ -76,28 +76,14 @@ def _manifest(plan: Plan, spec: StageSpec, step: int | None, minute: int) -> Man
         for name, ref in spec.inputs.items()
     }
     seconds = SECONDS[spec.stage] * (1.6 if _algorithm(spec) == "ppo" else 1.0)
-    return Manifest(
-        stage=spec.stage,
-        version=spec.version,
-        id=spec.id,
-        identity=spec.identity,
-        learning_identity=spec.learning_identity,
-        slug=spec.slug,
+    return plan.manifest_of(
+        spec,
         step=step,
-        config=spec.config,
         inputs=inputs,
         files={"state.json": FileRecord(bytes=10, sha256="ab" * 32)},
         steps_planned=spec.steps,
         steps_done=spec.steps,
         seeds={"seed": 0},
-        backends=spec.backends,
-        device=spec.device,
-        layout=spec.layout,
-        world_size=spec.world_size,
-        dtype=spec.dtype,
-        threads=spec.threads,
-        environment=plan.environment,
-        code=plan.code,
         packages={"python": "3.11.2", "torch": "2.13.0", "transformers": "5.18.0"},
         hardware=Hardware(cpu="An imaginary processor"),
         git_commit="0123456789abcdef0123456789abcdef01234567",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engines.checkpoint.store import RELEASED_FILE
+from engines.checkpoint.verify import STATE_FILE
 from workflow.manifest import (
     MANIFEST,
     Attempt,
@@ -192,10 +193,16 @@ def test_an_input_that_was_computed_anew_with_another_result_is_found(chain):
     ] == [True]
 
 
-def test_a_released_state_has_no_bytes_to_check(chain):
+def test_a_released_state_has_no_bytes_to_check_but_its_description(chain):
     root = chain[0]
     (root / "model/weights").unlink()
     (root / RELEASED_FILE).write_text("{}")
     found = verify(chain[2] / MANIFEST)
     assert (found.manifests, found.files, found.released, found.problems) == (3, 4, 1, [])
     assert check_files(root, read_manifest(root / MANIFEST)) == []
+    (root / STATE_FILE).write_text("{}")
+    state = {"files": describe_files(root, [STATE_FILE])}
+    write_manifest(root / MANIFEST, read_manifest(root / MANIFEST).model_copy(update=state))
+    assert check_files(root, read_manifest(root / MANIFEST)) == []
+    (root / RELEASED_FILE).write_text("[]")
+    assert "digest" in check_files(root, read_manifest(root / MANIFEST))[0]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -82,3 +86,29 @@ def test_another_campaign_that_cuts_the_same_training_differently_keeps_its_stat
     if not evaluated:
         Path(halves.stages[reader].manifest()).unlink()
     assert release_states(thirds, train) == ([2, 3, 4] if evaluated else [2, 4])
+
+
+def test_of_two_readers_that_publish_at_once_the_last_one_releases(tmp_path, monkeypatch):
+    """One looks before the other has published and keeps the state; the other comes while the first is still at it."""
+    monkeypatch.chdir(tmp_path)
+    plan = read_plan(fake_campaign(tmp_path, campaign="drill"))
+    train = training(plan)
+    shutil.rmtree(train.folder)
+    save_states(Path(train.folder), train.cuts)
+    holding = (
+        "from pathlib import Path; from workflow.campaign.lock import FolderLock\n"
+        f"with FolderLock(Path({train.folder!r}), 'release.json'): print('held', flush=True); input()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", holding],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert other.stdout.readline() == "held\n"
+    with ThreadPoolExecutor() as pool:
+        released = pool.submit(release_states, plan, train)
+        assert wait([released], timeout=1.5).not_done
+        other.communicate("\n")
+        assert released.result(timeout=60) == [2, 4]

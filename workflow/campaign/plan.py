@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from engines.config import Config, ConfigError, LayoutConfig, parse
-from workflow.manifest import MANIFEST, Device, write_text
+from workflow.manifest import MANIFEST, Device, Manifest, write_text
 
 RESULTS = Path("results")
 """Where the workflow runs: every campaign's folder, and the store of results."""
@@ -182,6 +182,27 @@ class Plan(Config):
     def input_manifest(self, ref: InputRef) -> str:
         """Path of an input's manifest."""
         return self.stages[ref.id].manifest(ref.step)
+
+    def manifest_of(self, spec: StageSpec, **found: Any) -> Manifest:
+        """The manifest of a stage of this plan: what was planned, and what its job ``found`` (the other fields; they come first)."""
+        planned = {
+            "stage": spec.stage,
+            "version": spec.version,
+            "id": spec.id,
+            "identity": spec.identity,
+            "learning_identity": spec.learning_identity,
+            "slug": spec.slug,
+            "config": spec.config,
+            "backends": spec.backends,
+            "device": spec.device,
+            "layout": spec.layout,
+            "world_size": spec.world_size,
+            "dtype": spec.dtype,
+            "threads": spec.threads,
+            "environment": self.environment,
+            "code": self.code,
+        }
+        return Manifest(**planned | found)
 
 
 def _suffix(step: int | None) -> str:

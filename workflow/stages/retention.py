@@ -7,23 +7,26 @@ from contextlib import suppress
 from pathlib import Path
 
 from engines.checkpoint.store import StateStore
-from workflow.campaign.lock import FolderLock, LockHeld
+from workflow.campaign.lock import FolderLock
 from workflow.campaign.plan import CURRENT, RESULTS, Plan, PlanError, StageSpec, read_plan
+from workflow.cluster.states import job_is_final
 
 
 def release_states(plan: Plan, train: StageSpec) -> list[int]:
     """Release the states of ``train`` that its retention policy does not keep and whose readers have all published.
 
-    Returns the steps that were released. Does nothing while another process is at it.
+    Returns the steps that were released. Waits for another process that is at it: it may have looked before this one published,
+    and of the last two readers one has to see that no other is left.
     """
-    lock = FolderLock(Path(train.folder), "release.json")
+    lock = FolderLock(Path(train.folder), "release.json", job_is_final)
+    for _ in lock.wait():
+        pass
     try:
-        with lock:
-            policy = train.config["checkpoint"]["retain"]
-            needed = {step for known in [plan, *other_plans(plan)] for step in needed_steps(known, train)}
-            return StateStore(Path(train.folder)).retain(policy, keep=needed)
-    except LockHeld:
-        return []
+        policy = train.config["checkpoint"]["retain"]
+        needed = {step for known in [plan, *other_plans(plan)] for step in needed_steps(known, train)}
+        return StateStore(Path(train.folder)).retain(policy, keep=needed)
+    finally:
+        lock.release()
 
 
 def other_plans(plan: Plan) -> Iterator[Plan]:

@@ -273,13 +273,8 @@ def _read_input(plan: Plan, name: str, ref: InputRef, path: Path) -> Manifest:
 def _publish(plan: Plan, context: StageContext, result: StageResult) -> None:
     spec, stage = context.spec, STAGES[context.spec.stage]
     spent = context.attempts.device_seconds(spec.world_size)
-    manifest = Manifest(
-        stage=spec.stage,
-        version=spec.version,
-        id=spec.id,
-        identity=spec.identity,
-        learning_identity=spec.learning_identity,
-        slug=spec.slug,
+    manifest = plan.manifest_of(
+        spec,
         step=context.step,
         config=by_content(cut(spec.config, stage.reads)),
         inputs=_input_records(context),
@@ -287,14 +282,6 @@ def _publish(plan: Plan, context: StageContext, result: StageResult) -> None:
         steps_planned=result.steps_planned,
         steps_done=result.steps_done,
         seeds=result.seeds,
-        backends=spec.backends,
-        device=spec.device,
-        layout=spec.layout,
-        world_size=spec.world_size,
-        dtype=spec.dtype,
-        threads=spec.threads,
-        environment=plan.environment,
-        code=plan.code,
         packages=package_versions(),
         hardware=hardware(),
         git_commit=source_commit(source_root()),
