@@ -13,10 +13,13 @@ from rich.table import Table
 
 from engines.config import ConfigError
 from engines.registry import EngineRegistry
+from workflow.campaign.build import PlannedRun
 from workflow.campaign.code import source_root
 from workflow.campaign.head import REFUSALS, plan_campaign
+from workflow.campaign.pace import expected_pace
 from workflow.campaign.plan import CURRENT, RESULTS, Plan, PlanError, read_plan
 from workflow.campaign.schema import CampaignOptions
+from workflow.campaign.segments import kept_cuts, propose
 from workflow.campaign.site import detect_site, load_site
 from workflow.campaign.view import RUN_FILE, view_manifests
 from workflow.cluster.doctor import changes, examine
@@ -59,18 +62,24 @@ def plan(
     seed: Annotated[int | None, typer.Option(help="seed of all runs")] = None,
     controls: Annotated[bool, typer.Option(help="add the control runs")] = False,
     site: Annotated[str | None, typer.Option(help="a file in configs/site")] = None,
+    recut: Annotated[
+        bool, typer.Option(help="with new cuts for what remains; snakemake takes --config recut=true")
+    ] = False,
 ) -> None:
-    """Show what a campaign would do: runs, stages, placement and bytes. Writes and starts nothing."""
+    """Show what a campaign would do: runs, stages, placement, bytes, and where its trainings would best be cut. Writes and starts
+    nothing."""
     options = CampaignOptions(
-        campaign=campaign, set=" ".join(set or []), seed=seed, controls=controls, site=site
+        campaign=campaign, set=" ".join(set or []), seed=seed, controls=controls, site=site, recut=recut
     )
     try:
-        planned, _ = plan_campaign(options, source_root())
+        planned, runs = plan_campaign(options, source_root())
     except REFUSALS as error:
         console.print(f"[red]refused:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1) from None
     _show_runs(planned)
     _show_stages(planned)
+    for text in proposed_cuts(planned, runs):
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command("verify")
@@ -186,6 +195,24 @@ def find_manifests(path: Path) -> list[Path]:
     raise ManifestError(
         f"{path}: no {MANIFEST}, {RUN_FILE} or {CURRENT} there; give a result, a run or a campaign"
     )
+
+
+def proposed_cuts(planned: Plan, runs: list[PlannedRun]) -> list[str]:
+    """For each training, how it is cut and what is proposed for all that is not published, in words."""
+    found: dict[str, str] = {}
+    for run in runs:
+        spec = planned.stages.get(planned.runs[run.name].stages.get("train", ""))
+        if spec is None or spec.id in found:
+            continue
+        kept = kept_cuts(spec, spec.cuts)
+        pace = expected_pace(spec, run.model.parameters)
+        try:
+            proposal = propose(spec, run.config.site, pace, max(kept, default=0))
+            told = f"proposed: {[*kept, *proposal.cuts]}; {proposal.why}"
+        except ConfigError as error:
+            told = f"no proposal: {error}"
+        found[spec.id] = f"segments of {spec.name}: cut at {spec.cuts} (segments: {planned.segments}); {told}"
+    return [*found.values()]
 
 
 def _show_runs(planned: Plan) -> None:

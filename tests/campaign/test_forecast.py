@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from engines.checkpoint import StateStore
-from workflow.campaign.build import cut_steps, make_plan
+from workflow.campaign.build import make_plan
 from workflow.campaign.code import source_root
 from workflow.campaign.forecast import kept_states, weights_bytes
 from workflow.campaign.schema import CampaignOptions
+from workflow.campaign.segments import cut_steps
 
 
 @pytest.mark.parametrize("retain", ["all", "last", "every:4", "every:7"])

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.config import AdamWConfig, ConfigError
-from workflow.campaign.build import cut_steps
 from workflow.campaign.code import code_digest, snapshot, source_root
 from workflow.campaign.head import plan_campaign, read_options
 from workflow.campaign.plan import PlanError, read_plan, write_plan
+from workflow.campaign.segments import cut_steps
 from workflow.campaign.slice import Slice, UndeclaredConfigRead
 from workflow.campaign.stages import STAGES
 from workflow.stages.train import role_specs

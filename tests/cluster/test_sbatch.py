@@ -9,7 +9,7 @@ import pytest
 from engines.config import ConfigError, parse
 from workflow.campaign.site import SiteConfig, load_site
 from workflow.cluster.environment import enter
-from workflow.cluster.placement import SIGNAL_SLACK, place, warning_for
+from workflow.cluster.placement import place
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GOLDEN = Path(__file__).parent / "golden"
@@ -209,8 +209,3 @@ def test_memory_after_running_out_of_it_stays_within_the_node():
         for factor in (1.0, 1.5, 4.0)
     ]
     assert requests == [240 * 1024, 360 * 1024, 480 * 1024]
-
-
-def test_the_warning_leaves_time_for_a_step_and_a_slow_save():
-    assert warning_for(0) == SIGNAL_SLACK
-    assert warning_for(45.5, step_seconds=30) == 91 + 30 + SIGNAL_SLACK

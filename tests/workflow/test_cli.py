@@ -39,6 +39,8 @@ def test_plan_shows_stages_placement_and_bytes(tmp_path, monkeypatch):
         "fsdp",
         "placement auto -> cpu",
         "17 jobs",
+        "(segments: 3); proposed: [6]; start 180 s",
+        "estimated from the model's size: nothing is measured yet",
     ):
         assert shown in output
     assert not list(tmp_path.iterdir())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from workflow.campaign.placement import check_roles, place
 from workflow.campaign.plan import InputRef, Plan, RunPlan, StageSpec
 from workflow.campaign.relevance import check_relevant
 from workflow.campaign.schema import CampaignOptions, RunConfig
+from workflow.campaign.segments import Cutter, read_cuts
 from workflow.campaign.stages import CONVERT, EVALUATE, EXPORT, SFT, TRAIN, Stage
 from workflow.manifest import Device
 
@@ -57,13 +57,14 @@ def make_plan(options: CampaignOptions, root: Path) -> tuple[Plan, list[PlannedR
         {run.name: (run.config, override_keys(overrides[run.name].own)) for run in runs},
         override_keys([*shared.common, *shared.command_line]),
     )
-    builder = _Builder(campaign.segments)
+    builder = _Builder(Cutter(campaign.segments, options.recut, read_cuts(campaign.name)))
     planned = {run.name: builder.add_run(run) for run in runs}
     plan = Plan(
         campaign=campaign.name,
         code=code_digest(root),
         environment=environment_digest(root, "cpu"),
-        options=options.model_dump(mode="json", exclude={"plan"}),
+        segments=campaign.segments,
+        options=options.model_dump(mode="json", exclude={"plan", "recut"}),
         stages={spec.id: spec for spec in builder.specs.values()},
         runs=planned,
     )
@@ -115,7 +116,7 @@ def _place_engines(config: RunConfig, model: ModelFacts) -> tuple[RunConfig, dic
 class _Builder:
     """Collects the stages of all runs."""
 
-    segments: int
+    cutter: Cutter
     specs: dict[str, StageSpec] = field(default_factory=dict)
     _plain: dict[str, Any] = field(default_factory=dict)
     """The run that is being added."""
@@ -152,12 +153,9 @@ class _Builder:
     def _add_training(
         self, run: PlannedRun, slug: str, convert: StageSpec, sft: StageSpec, before: StageSpec, weights: int
     ) -> dict[str, str | list[str]]:
-        config = run.config
-        cuts = cut_steps(config.algorithm.steps, self.segments)
-        trained = 2 if config.algorithm.name == "ppo" else 1
-        states = states_bytes(run.model.parameters, trained, kept_states(cuts, config.checkpoint.retain))
-        steps = config.algorithm.steps
-        train = self._add(TRAIN, run, slug, {"model": (sft, None)}, steps=steps, cuts=cuts, bytes=states)
+        train = self._add(TRAIN, run, slug, {"model": (sft, None)}, steps=run.config.algorithm.steps)
+        train = train if train.cuts else self._cut(train, run)
+        cuts = train.cuts
         evaluations = [
             self._add(EVALUATE, run, f"{slug}-step{step:06d}", {"model": (train, step), "base": (sft, None)})
             for step in cuts
@@ -176,6 +174,17 @@ class _Builder:
             EXPORT.name: export.id,
         }
 
+    def _cut(self, train: StageSpec, run: PlannedRun) -> StageSpec:
+        """Decide where a training is cut, and with it how much it will write."""
+        trained = 2 if run.config.algorithm.name == "ppo" else 1
+        try:
+            cuts = self.cutter.cuts(train, run.config.site, run.model.parameters)
+        except ConfigError as error:
+            raise ConfigError(f"run {run.name!r}: {error}") from None
+        states = states_bytes(run.model.parameters, trained, kept_states(cuts, run.config.checkpoint.retain))
+        self.specs[train.identity] = train.model_copy(update={"cuts": cuts, "forecast_bytes": states})
+        return self.specs[train.identity]
+
     def _add(
         self,
         stage: Stage,
@@ -183,7 +192,6 @@ class _Builder:
         slug: str,
         inputs: dict[str, tuple[StageSpec, int | None]],
         steps: int = 0,
-        cuts: Sequence[int] = (),
         bytes: int = 0,
     ) -> StageSpec:
         if stage.name not in self._prepared:
@@ -205,7 +213,6 @@ class _Builder:
             learning_identity=identity.learning,
             inputs={name: InputRef(id=spec.id, step=step) for name, (spec, step) in inputs.items()},
             steps=steps,
-            cuts=list(cuts),
             folder=f"{STORE}/{stage.name}/{slug}-{identity.numeric[:8]}",
             forecast_bytes=bytes,
             **fields,
@@ -235,15 +242,6 @@ def _prepare(stage: Stage, run: PlannedRun, plain: dict[str, Any]) -> tuple[Cont
         "threads": config.site.devices[config.site.key_of(device)].threads_per_rank if engines else 1,
     }
     return Content.of(stage, cut(plain, reads)), fields
-
-
-def cut_steps(steps: int, segments: int) -> list[int]:
-    """Steps at which ``segments`` equal segments end; fewer when there are fewer steps.
-
-    >>> cut_steps(10, 3)
-    [3, 7, 10]
-    """
-    return sorted({round(steps * part / segments) for part in range(1, segments + 1)} - {0})
 
 
 def _engines(stage: Stage, run: PlannedRun) -> dict[str, EngineConfig]:

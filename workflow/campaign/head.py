@@ -26,6 +26,7 @@ from workflow.campaign.preflight import (
 )
 from workflow.campaign.released import StatesReleased, check_released
 from workflow.campaign.schema import CampaignOptions
+from workflow.campaign.segments import note_cuts
 from workflow.campaign.site import LOCAL, SiteConfig, detect_site, load_site
 from workflow.data import DataError, PromptError
 
@@ -92,6 +93,7 @@ class Head:
         check_data(self.runs)
         check_disk(self.plan, RESULTS)
         snapshot(source_root(), self.plan.code, CODE)
+        note_cuts(self.plan)
         _point_to(self.path, self.folder / CURRENT)
 
     def closing_words(self) -> str:

@@ -74,8 +74,7 @@ class FolderLock:
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._exclusive():
-            holder = self.holder()
-            if holder is not None and self._alive(holder):
+            if holder := self.living_holder():
                 raise LockHeld(f"{self.path.parent} is in use by {holder}")
             temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
             temporary.write_text(json.dumps(asdict(_myself())), encoding="utf-8")
@@ -100,6 +99,11 @@ class FolderLock:
             return Holder(**json.loads(self.path.read_text(encoding="utf-8")))
         except (FileNotFoundError, ValueError, TypeError):
             return None
+
+    def living_holder(self) -> Holder | None:
+        """Who holds the lock and is not known to be dead."""
+        holder = self.holder()
+        return holder if holder is not None and self._alive(holder) else None
 
     @property
     def lost(self) -> bool:

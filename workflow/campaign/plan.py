@@ -132,6 +132,8 @@ class Plan(Config):
     """Digest of the source that made it."""
     environment: str
     """Digest of the environment's lock file."""
+    segments: int | Literal["auto"] = 1
+    """Into how many segments trainings were asked to be cut."""
     options: dict[str, Any] = {}
     """The command line: seed, controls, overrides, site."""
     stages: dict[str, StageSpec]

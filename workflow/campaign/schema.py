@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -317,6 +317,9 @@ class RunConfig(Config):
         return getattr(self, role).engine or self.engine
 
 
+Segments = Annotated[int, Field(ge=1)] | Literal["auto"]
+
+
 class CampaignConfig(Config):
     """Several runs that are planned, computed and reported together. Overrides are ``key=value`` in the order given."""
 
@@ -330,8 +333,9 @@ class CampaignConfig(Config):
     """Name of the run -> its own overrides."""
     controls: dict[str, list[str]] = {}
     """Runs that are added by controls=true: experiments that show what the effect is not due to."""
-    segments: int = Field(3, ge=1)
-    """Jobs that training is cut into; held-out problems are evaluated after each."""
+    segments: Segments = 3
+    """Jobs that training is cut into; held-out problems are evaluated after each. auto: as many as it takes, by the time of steps and
+    saves and the longest job of the site; decided when the campaign starts first, and anew by recut=true."""
 
     @model_validator(mode="after")
     def _names(self) -> CampaignConfig:
@@ -356,5 +360,7 @@ class CampaignOptions(Config):
     """Overrides of all runs, separated by blanks."""
     site: str | None = None
     """A file in configs/site; found by the cluster's name when not set, local without SLURM."""
+    recut: bool = False
+    """Cut trainings anew, in what remains of them; every published step stays as it is."""
     plan: str | None = None
     """A frozen plan to carry out as it is; nothing is composed."""

@@ -18,19 +18,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engines.config import ConfigError
+from workflow.campaign.pace import SIGNAL_SLACK, measured_pace
 from workflow.campaign.plan import StageSpec
 from workflow.campaign.site import SiteConfig
 from workflow.cluster.jobs import JobFolder, JobRecord, job_log, published, unpublished
 from workflow.cluster.launcher import Task
 from workflow.cluster.nodes import expand_nodes
-from workflow.cluster.placement import (
-    SAVE_SECONDS,
-    SIGNAL_SLACK,
-    STEP_SECONDS,
-    SbatchRequest,
-    place_stage,
-    warning_for,
-)
+from workflow.cluster.placement import SbatchRequest, place_stage
 from workflow.cluster.slurm import SlurmLimit, SlurmRefused, SlurmUnavailable, slurm
 from workflow.cluster.states import (
     RETRIED,
@@ -44,7 +38,6 @@ from workflow.cluster.states import (
     settled,
 )
 from workflow.cluster.submit import give_task, preamble, submit
-from workflow.manifest import ManifestError, read_manifest
 
 ASK_SECONDS = (1.0, 15.0)
 """Between questions to SLURM: at first, and at most when nothing changes."""
@@ -292,7 +285,7 @@ class StageJobs:
             output=job_log(job.spec, job.step).absolute(),
             step=job.step,
             walltime_seconds=job.walltime_seconds,
-            warning_seconds=self._warning or max(WARNING_SECONDS, measured_warning(job.spec, job.step)),
+            warning_seconds=self._warning or max(WARNING_SECONDS, measured_warning(job.spec)),
             memory_factor=memory,
             exclude=excluded,
         )
@@ -378,13 +371,7 @@ class StageJobs:
         return Failure(kind, "\n".join(lines))
 
 
-def measured_warning(spec: StageSpec, step: int | None) -> int:
-    """Seconds before the end that the newest published segment needs to end its step and save; 0 before the first."""
-    for earlier in reversed([cut for cut in spec.cuts if cut < (step or 0)]):
-        try:
-            measured = read_manifest(Path(spec.manifest(earlier))).extra
-        except ManifestError:
-            continue
-        if SAVE_SECONDS in measured:
-            return warning_for(measured[SAVE_SECONDS], measured[STEP_SECONDS])
-    return 0
+def measured_warning(spec: StageSpec) -> int:
+    """Seconds before the end that a training needs to end its step and save, by its published segments or others like it; else 0."""
+    pace = measured_pace(spec) if spec.cuts else None
+    return 0 if pace is None else pace.warning

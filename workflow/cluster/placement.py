@@ -6,26 +6,21 @@ once. The warning signal goes to it alone (``B:``).
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from engines.config import ConfigError
+from workflow.campaign.pace import SIGNAL_SLACK
 from workflow.campaign.plan import StageSpec
 from workflow.campaign.site import UNKNOWN, DeviceSite, SiteConfig, read_seconds, spell_seconds
 
 SIGNAL = "USR2"
 """The warning before the end of a job."""
-SIGNAL_SLACK = 60
-"""Seconds by which SLURM may be late with a signal: it looks at time limits once in a while only (man sbatch, --signal)."""
 LARGEST_WARNING = 65535
 """Seconds; more is refused by sbatch."""
 PREFIX = "baton"
-SAVE_SECONDS, STEP_SECONDS = "save_seconds", "step_seconds"
-"""What a segment's manifest says (``extra``) of its slowest save and step: the next one is warned early enough for both."""
-
 Parameters = dict[str, str | int | bool]
 
 
@@ -107,7 +102,7 @@ def place_stage(
         output: log of the batch step.
         step: training: the step at which the segment ends.
         walltime_seconds: of the job; the longest that the site gives when not set.
-        warning_seconds: see :func:`warning_for`.
+        warning_seconds: see :func:`workflow.campaign.pace.warning_for`.
         memory_factor: times the share of host memory, for a job that ran out of it; never more than the node has.
         exclude: nodes that failed before.
 
@@ -181,14 +176,6 @@ def place(
 def job_name(stage: str, id: str, step: int | None = None) -> str:
     """``baton:<stage>:<id>``, for a segment of training with ``-step000020`` behind it."""
     return f"{PREFIX}:{stage}:{id}" + ("" if step is None else f"-step{step:06d}")
-
-
-def warning_for(save_seconds: float, step_seconds: float = 0.0) -> int:
-    """Seconds before the end at which a job must be warned, so that it ends its step and saves its state in time.
-
-    Twice the measured save, because a shared file system is slower when many jobs end together, and SLURM's own slack.
-    """
-    return math.ceil(2 * save_seconds + step_seconds) + SIGNAL_SLACK
 
 
 def _line(name: str, value: str | int | bool) -> str:

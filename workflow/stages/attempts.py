@@ -46,6 +46,11 @@ class AttemptLog:
         """Which start this is, counted from 1."""
         return self._number
 
+    @property
+    def seconds(self) -> float:
+        """Since this start began."""
+        return time.time() - self._begun
+
     def step_done(self, step: int) -> None:
         """Note that a training step is complete."""
         self._first = step if self._first is None else self._first
@@ -60,7 +65,7 @@ class AttemptLog:
                 "first_step": self._first,
                 "last_step": self._last,
                 "end": end,
-                "seconds": round(time.time() - self._begun, 3),
+                "seconds": round(self.seconds, 3),
             }
         )
 

@@ -8,17 +8,18 @@ never cut takes the same steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from engines.checkpoint import StateStore, read_state
 from engines.checkpoint.verify import STATE_FILE
 from engines.workers.group import WorkerGroup, build_groups
 from engines.workers.spec import RoleSpec
+from workflow.campaign.pace import MEAN_STEP_SECONDS, SAVE_SECONDS, START_SECONDS, STEP_SECONDS
 from workflow.campaign.slice import Slice
-from workflow.cluster.placement import SAVE_SECONDS, STEP_SECONDS
 from workflow.data import PromptEncoder, load_problems
 from workflow.manifest import MANIFEST
 from workflow.rl.metrics import METRICS_FILE, MetricsLog, read_metrics
@@ -116,19 +117,19 @@ def advance(context: StageContext, trainer: PPOTrainer, store: StateStore) -> di
     """Iterate until the segment's end; save there, every ``checkpoint.save_every`` steps, and when asked to stop.
 
     Returns:
-        Seconds of the slowest step and save, for the warning time of the segments to come.
+        Seconds that its parts took, for the cuts and the warning time of segments to come.
 
     Raises:
         StoppedOnRequest: after the state was saved.
     """
     log = MetricsLog(context.folder / METRICS_FILE)
     every = context.config.checkpoint.save_every
-    pace = {STEP_SECONDS: 0.0, SAVE_SECONDS: 0.0}
+    started, steps, saves = context.attempts.seconds, [], []
     with context.progress("train", context.step - trainer.steps_done) as bar:
         while trainer.steps_done < context.step:
             begun = time.monotonic()
             metrics = trainer.step()
-            pace[STEP_SECONDS] = max(pace[STEP_SECONDS], time.monotonic() - begun)
+            steps.append(time.monotonic() - begun)
             log.append(metrics)
             context.step_done(trainer.steps_done)
             bar.advance(**_shown(metrics))
@@ -136,12 +137,24 @@ def advance(context: StageContext, trainer: PPOTrainer, store: StateStore) -> di
             if due or context.stop.requested:
                 begun = time.monotonic()
                 trainer.save(store)
-                pace[SAVE_SECONDS] = max(pace[SAVE_SECONDS], time.monotonic() - begun)
+                saves.append(time.monotonic() - begun)
                 # States inside a segment are for resuming only; published ones may still have readers.
                 store.retain("last", keep={*context.spec.cuts, *published_steps(context.folder)})
             if context.stop.requested and trainer.steps_done < context.step:
                 raise StoppedOnRequest(f"the state after step {trainer.steps_done} is saved")
-    return pace
+    return pace_of(started, steps, saves)
+
+
+def pace_of(started: float, steps: Sequence[float], saves: Sequence[float]) -> dict[str, float]:
+    """What a segment's manifest says of its times, in seconds; nothing when no step was left to be done."""
+    if not steps:
+        return {}
+    return {
+        START_SECONDS: started,
+        STEP_SECONDS: max(steps),
+        MEAN_STEP_SECONDS: fmean(steps[1:] or steps),  # a first step takes many times as long as the others
+        SAVE_SECONDS: max(saves),
+    }
 
 
 def published_steps(folder: Path) -> set[int]:
