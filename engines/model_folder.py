@@ -87,8 +87,41 @@ def check_model_folder(folder: Path) -> dict[str, TensorEntry]:
     config = _read_json(folder / "config.json")
     if "model_type" not in config:
         raise ModelFolderError(f"{folder / 'config.json'}: no model_type")
-    tensors = _read_tensors(folder)
+    tensors = check_weight_files(folder)
     _check_tokenizer(folder, config)
+    return tensors
+
+
+def check_weight_files(folder: Path) -> dict[str, TensorEntry]:
+    """The tensors of ``folder`` by name, after checking that each file is complete and none is missing.
+
+    Raises:
+        ModelFolderError: no weights, a shard is missing or damaged, or shards and index differ.
+    """
+    if (folder / INDEX).is_file():
+        weight_map = _read_json(folder / INDEX).get("weight_map", {})
+        shards = sorted(set(weight_map.values()))
+    elif (folder / SINGLE).is_file():
+        weight_map, shards = None, [SINGLE]
+    else:
+        pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
+        hint = (
+            f"; {pickled[0]} is a pickle, which can run code when it is read: save the model as safetensors"
+            if pickled
+            else ""
+        )
+        raise ModelFolderError(f"{folder}: neither {SINGLE} nor {INDEX}{hint}")
+    tensors: dict[str, TensorEntry] = {}
+    for shard in shards:
+        if not (folder / shard).is_file():
+            raise ModelFolderError(f"{folder / shard}: missing; {INDEX} lists it")
+        tensors.update(read_safetensors_header(folder / shard))
+    if weight_map is not None and (wrong := sorted(set(weight_map) ^ set(tensors))):
+        raise ModelFolderError(
+            f"{folder / INDEX}: index and shards differ in {len(wrong)} tensors: {wrong[:3]}"
+        )
+    if not tensors:
+        raise ModelFolderError(f"{folder}: the shards hold no tensor")
     return tensors
 
 
@@ -129,34 +162,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelFolderError(f"{path}: expected an object, got {type(content).__name__}")
     return content
-
-
-def _read_tensors(folder: Path) -> dict[str, TensorEntry]:
-    if (folder / INDEX).is_file():
-        weight_map = _read_json(folder / INDEX).get("weight_map", {})
-        shards = sorted(set(weight_map.values()))
-    elif (folder / SINGLE).is_file():
-        weight_map, shards = None, [SINGLE]
-    else:
-        pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
-        hint = (
-            f"; {pickled[0]} is a pickle, which can run code when it is read: save the model as safetensors"
-            if pickled
-            else ""
-        )
-        raise ModelFolderError(f"{folder}: neither {SINGLE} nor {INDEX}{hint}")
-    tensors: dict[str, TensorEntry] = {}
-    for shard in shards:
-        if not (folder / shard).is_file():
-            raise ModelFolderError(f"{folder / shard}: missing; {INDEX} lists it")
-        tensors.update(read_safetensors_header(folder / shard))
-    if weight_map is not None and (wrong := sorted(set(weight_map) ^ set(tensors))):
-        raise ModelFolderError(
-            f"{folder / INDEX}: index and shards differ in {len(wrong)} tensors: {wrong[:3]}"
-        )
-    if not tensors:
-        raise ModelFolderError(f"{folder}: the shards hold no tensor")
-    return tensors
 
 
 def _check_tokenizer(folder: Path, config: dict[str, Any]) -> None:
