@@ -23,6 +23,7 @@ from snakemake_interface_executor_plugins.workflow import WorkflowExecutorInterf
 from engines.config import ConfigError
 from workflow.campaign.head import RESULTS, Head
 from workflow.campaign.plan import PlanError
+from workflow.campaign.triggers import Triggers
 from workflow.cluster.executor import Failure, StageCommand, StageJobs
 
 WAKE_SECONDS = 0.05
@@ -66,7 +67,12 @@ class Executor(RemoteExecutor):
         self._plan = head.plan
         self._wake = threading.Event()
         self._stages = StageJobs(
-            head.site, RESULTS, head.code, logger.info, workflow.executor_settings.warning
+            head.site,
+            RESULTS,
+            head.code,
+            logger.info,
+            lambda spec: Triggers.of(head.plan, head.folder, spec),
+            workflow.executor_settings.warning,
         )
         super().__init__(workflow, logger)  # starts the thread that watches
 

@@ -9,16 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.config import ConfigError
-from tests.support.fake_campaign import fake_campaign
+from tests.support.fake_campaign import fake_campaign, tell_pace
 from workflow.campaign.code import source_root
 from workflow.campaign.head import plan_campaign, read_options
 from workflow.campaign.lock import FolderLock
 from workflow.campaign.pace import (
-    MEAN_STEP_SECONDS,
-    SAVE_SECONDS,
     SIGNAL_SLACK,
-    START_SECONDS,
-    STEP_SECONDS,
     Pace,
     estimated_pace,
     measured_pace,
@@ -26,7 +22,6 @@ from workflow.campaign.pace import (
 )
 from workflow.campaign.segments import note_cuts, propose
 from workflow.campaign.site import SiteConfig
-from workflow.manifest import read_manifest, write_manifest
 
 ROOT = source_root()
 HOUR = 3600
@@ -50,18 +45,6 @@ def campaign(folder: Path, segments: int | str) -> str:
     text = (ROOT / "configs/campaign/drill.yaml").read_text()
     file.write_text(text.replace("segments: 3", f"segments: {segments}").replace("name: drill", "name: cut"))
     return str(file)
-
-
-def measured(spec, step, mean, slowest=None, save=1.0, start=30.0):
-    """Let the made-up manifest at ``step`` say how fast it was."""
-    path = Path(spec.manifest(step))
-    extra = {
-        START_SECONDS: start,
-        STEP_SECONDS: slowest or mean,
-        MEAN_STEP_SECONDS: mean,
-        SAVE_SECONDS: save,
-    }
-    write_manifest(path, read_manifest(path).model_copy(update={"extra": extra}))
 
 
 @pytest.fixture
@@ -131,8 +114,8 @@ def test_more_work_is_estimated_to_take_longer_and_estimates_say_so():
 
 def test_the_pace_is_that_of_the_training_itself_else_of_one_with_as_much_work(published):
     assert measured_pace(published) is None
-    measured(published, 2, mean=5.0, slowest=9.0)
-    measured(published, 4, mean=4.0, save=3.0)
+    tell_pace(published, 2, mean=5.0, slowest=9.0)
+    tell_pace(published, 4, mean=4.0, save=3.0)
     pace = measured_pace(published)
     assert (pace.step, pace.slowest_step, pace.save) == (5.0, 9.0, 3.0)
     assert pace.source == "measured in 2 published segments of this training"
@@ -146,13 +129,13 @@ def test_auto_cuts_by_what_is_measured_and_the_same_command_keeps_the_cuts(publi
     options = {"campaign": campaign(tmp_path, "auto"), "set": "site.devices.cpu.walltime=01:00:00", "seed": 1}
     guessed = plan_of(**options)
     assert train_of(guessed).cuts == [6]
-    measured(published, 2, mean=800.0)
+    tell_pace(published, 2, mean=800.0)
     slow = plan_of(**options)
     assert train_of(slow).cuts == [2, 4, 6]
     assert train_of(slow, "grpo").cuts == [6]  # nothing is known of it yet
     assert train_of(slow).identity == train_of(guessed).identity
     note_cuts(slow)
-    measured(published, 2, mean=1100.0)
+    tell_pace(published, 2, mean=1100.0)
     assert train_of(plan_of(**options)).cuts == [2, 4, 6]
     assert train_of(plan_of(**options, recut=True)).cuts == [1, 2, 3, 4, 5, 6]
     assert train_of(plan_of(**options)).cuts == [2, 4, 6]  # planning notes nothing

@@ -47,7 +47,9 @@ def test_who_ended_the_stage_decides_its_failure_class(state, record, expected):
 
 
 def test_only_what_can_end_otherwise_is_tried_again():
-    assert {"own error", "CANCELLED", "no progress", "refused"} == {*FailureClass} - RETRIED
+    assert {*("own error", "CANCELLED", "no progress", "refused", "stopped by the user")} == {
+        *FailureClass
+    } - RETRIED
 
 
 @pytest.mark.parametrize(

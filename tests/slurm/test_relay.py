@@ -133,6 +133,22 @@ def test_the_head_can_be_a_job_that_requeues_itself(undisturbed, half):
     assert half.weights() == undisturbed.weights()
 
 
+def test_what_a_person_stops_is_not_tried_again_and_goes_on_when_the_file_is_gone(undisturbed, half):
+    stop = half.folder / "results/relay/grpo/stop"
+    head = half.start(**SLOW)
+    half.steps(head, 1)
+    stop.touch()
+    assert head.wait() != 0
+    assert "to go on, rm results/relay/grpo/stop and run the same command" in head.said()
+    assert [start["end"] for start in half.starts()] == ["stopped"]
+    assert len(half.jobs_submitted()) == 1
+    stop.unlink()
+    head = half.start()
+    assert head.wait() == 0, head.said()
+    assert len(half.jobs_submitted()) == 2
+    assert half.weights() == undisturbed.weights()
+
+
 def test_ctrl_c_ends_the_jobs_and_says_how_many(half):
     head = half.start(**SLOW)
     job = half.job(head, "RUNNING").job

@@ -7,10 +7,10 @@ from pathlib import Path
 from engines.checkpoint import read_state
 from tests.support.jobs import ROOT, finish
 from workflow.campaign.head import plan_campaign, read_options
-from workflow.campaign.pace import measured_pace
+from workflow.campaign.pace import SIGNAL_SLACK, measured_pace
 from workflow.campaign.plan import Plan, StageSpec, write_plan
 from workflow.campaign.segments import note_cuts
-from workflow.cluster.executor import measured_warning
+from workflow.cluster.executor import warning_of
 from workflow.manifest import read_manifest, verify
 
 
@@ -47,7 +47,7 @@ def test_half_a_run_cut_anew_is_the_uninterrupted_run(tmp_path, monkeypatch):
     published = Path(spec.manifest(2)).read_bytes()
     pace = measured_pace(spec)
     assert pace.start > 0
-    assert measured_warning(spec) == pace.warning
+    assert warning_of(spec) == max(2 * SIGNAL_SLACK, pace.warning)
 
     plan, path, spec = plan_of("auto", recut=True)
     assert spec.cuts == [2, 6]  # no limit of time on this host

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from engines.streams import stream_key
 from workflow.campaign.build import make_plan
+from workflow.campaign.pace import MEAN_STEP_SECONDS, SAVE_SECONDS, START_SECONDS, STEP_SECONDS
 from workflow.campaign.plan import Plan, StageSpec, write_plan
 from workflow.campaign.schema import CampaignOptions
 from workflow.manifest import (
@@ -19,6 +20,7 @@ from workflow.manifest import (
     Hardware,
     InputRecord,
     Manifest,
+    read_manifest,
     write_json,
     write_manifest,
 )
@@ -51,6 +53,16 @@ def fake_campaign(folder: Path, failing: Collection[str] = (), **options: object
                 folder, spec, limit=spec.cuts[0] + 7 if _algorithm(spec) in failing else spec.steps
             )
     return write_plan(plan, folder / "results" / plan.campaign)
+
+
+def tell_pace(
+    spec: StageSpec, step: int, mean: float, slowest: float = 0.0, save: float = 1.0, start: float = 30.0
+) -> None:
+    """Let the manifest of a training at ``step``, below the current folder, say how many seconds its parts took."""
+    path = Path(spec.manifest(step))
+    slowest = max(slowest, mean)
+    extra = {START_SECONDS: start, STEP_SECONDS: slowest, MEAN_STEP_SECONDS: mean, SAVE_SECONDS: save}
+    write_manifest(path, read_manifest(path).model_copy(update={"extra": extra}))
 
 
 def _algorithm(spec: StageSpec) -> str:

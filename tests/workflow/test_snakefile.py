@@ -124,6 +124,16 @@ def test_an_interrupted_campaign_is_continued_by_the_same_command(project):
     assert attempts(spec) == ["stopped", "published"]
 
 
+def test_a_run_that_somebody_stopped_starts_nothing_and_says_how_to_go_on(project):
+    stop = Path("results/quick/good/stop")
+    stop.parent.mkdir(parents=True)
+    stop.touch()
+    code, output = project.run("--config", "campaign=quick")
+    assert code != 0
+    assert f"run good: stopped by {stop}; to go on, rm {stop} and run the same command" in output
+    assert not list(Path("results/store").rglob("attempts.jsonl"))
+
+
 def test_edits_while_jobs_run_change_none_of_them(project):
     spec = spec_of(project, "sft")
     head = project.start(spec.manifest(), "--config", "campaign=quick")

@@ -28,6 +28,7 @@ from workflow.campaign.released import StatesReleased, check_released
 from workflow.campaign.schema import CampaignOptions
 from workflow.campaign.segments import note_cuts
 from workflow.campaign.site import LOCAL, SiteConfig, detect_site, load_site
+from workflow.campaign.triggers import Triggers
 from workflow.data import DataError, PromptError
 
 REFUSALS = (
@@ -94,10 +95,12 @@ class Head:
         check_disk(self.plan, RESULTS)
         snapshot(source_root(), self.plan.code, CODE)
         note_cuts(self.plan)
+        for name in self.plan.runs:
+            (self.folder / name).mkdir(parents=True, exist_ok=True)  # for what people ask of it by files
         _point_to(self.path, self.folder / CURRENT)
 
     def closing_words(self) -> str:
-        """Where the report and the exported models are, those that exist."""
+        """Where the report and the exported models are, those that exist, and which runs somebody stopped."""
         exports = {
             name: Path(self.plan.stages[export].output_folder()) / "export"
             for name, run in self.plan.runs.items()
@@ -108,6 +111,10 @@ class Head:
             **{f"model of {name}": path for name, path in exports.items()},
         }
         lines = [f"  {what}: {path}" for what, path in found.items() if path.exists()]
+        for name in self.plan.runs:
+            triggers = Triggers((self.folder / name,))
+            if triggers.stop_asked and not all(map(os.path.exists, self.plan.last_manifests(name))):
+                lines.append(f"  run {name}: {triggers.way_on}")
         return "\n".join([f"campaign {self.plan.campaign}:", *lines])
 
 

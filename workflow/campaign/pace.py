@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from workflow.campaign.forecast import states_bytes
+from workflow.campaign.forecast import kept_states, states_bytes
 from workflow.campaign.paths import lookup
 from workflow.campaign.plan import StageSpec
 from workflow.manifest import MANIFEST, Manifest, ManifestError, read_manifest
@@ -39,7 +39,7 @@ FLOPS = {"cpu": 1e10, "cuda": 1e14, "npu": 1e14}
 DECODING = 10
 """How many times as long a sampled token is assumed to take as one that is only read: decoding waits for memory."""
 SAVED_BYTES = 2e8
-"""Per second and job, assumed of a shared file system."""
+"""Per second and rank, assumed of a shared file system."""
 ESTIMATED_START = 180.0
 """Seconds, assumed for loading frameworks, model and state."""
 
@@ -115,9 +115,15 @@ def estimated_pace(spec: StageSpec, parameters: int) -> Pace:
     operations = 2 * parameters * (passes + DECODING * samples * rollout["max_new_tokens"])
     device = spec.device.computed
     speed = FLOPS[device] * spec.world_size * (spec.threads if device == "cpu" else 1)
-    step, save = operations / speed, states_bytes(parameters, trained, 1) / SAVED_BYTES
+    step, save = operations / speed, states_bytes(parameters, trained, 1) / SAVED_BYTES / spec.world_size
     source = "estimated from the model's size: nothing is measured yet"
     return Pace(ESTIMATED_START, step, step, save, source, measured=False)
+
+
+def estimated_save(spec: StageSpec) -> float:
+    """Seconds that a save of a planned training may take: by the bytes of one of its states."""
+    states = kept_states(spec.cuts, spec.config["checkpoint"]["retain"])
+    return spec.forecast_bytes / states / SAVED_BYTES / spec.world_size
 
 
 def work_of(stage: StageSpec | Manifest) -> tuple[Any, ...]:

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engines.config import ConfigError
-from workflow.campaign.pace import SIGNAL_SLACK, measured_pace
+from workflow.campaign.pace import SIGNAL_SLACK, estimated_save, measured_pace, warning_for
 from workflow.campaign.plan import StageSpec
 from workflow.campaign.site import SiteConfig
+from workflow.campaign.triggers import Triggers
 from workflow.cluster.jobs import JobFolder, JobRecord, job_log, published, unpublished
 from workflow.cluster.launcher import Task
 from workflow.cluster.nodes import expand_nodes
@@ -128,6 +129,7 @@ class StageJobs:
         results: the results folder.
         code: the copy of the source that jobs run.
         say: tells people.
+        triggers: what people ask of a stage by files.
         warning_seconds: before the end of a job, when its stage is told to save; from measured steps and saves when None.
     """
 
@@ -137,10 +139,11 @@ class StageJobs:
         results: Path,
         code: Path,
         say: Callable[[str], None],
+        triggers: Callable[[StageSpec], Triggers],
         warning_seconds: int | None,
     ) -> None:
         self._site, self._results, self._code, self._say = site, results, code.absolute(), say
-        self._warning = warning_seconds
+        self._triggers, self._warning = triggers, warning_seconds
         self._jobs: list[StageJob] = []
         self._watch = StateWatch()
         self._lock = threading.Lock()
@@ -203,7 +206,9 @@ class StageJobs:
             return
         try:
             self._find_again(job)
-            if not job.submitted:
+            if not job.submitted and self._triggers(job.spec).stop_asked:
+                job.outcome = self._fail(job, FailureClass.STOPPED, "no job is submitted for it")
+            elif not job.submitted:
                 self._submit(job)
         except (SlurmUnavailable, SlurmLimit) as error:
             seconds = min(WAIT_SECONDS[0] * 2**job.waits, WAIT_SECONDS[1])
@@ -226,7 +231,7 @@ class StageJobs:
             if not ids:
                 return
             record = job.folder.write(record, job=ids[-1])
-            give_task(ids[-1], self._task(job, self._request(job)), job.folder.path)
+            give_task(ids[-1], self._task(job, self.request(job)), job.folder.path)
         state = self._watch.query([record.job])[record.job]
         if state.final:
             return
@@ -252,7 +257,7 @@ class StageJobs:
         if earlier is not None:
             memory = earlier.memory_factor
             excluded = earlier.excluded if job.retried else []
-        request = self._request(job, memory, excluded)
+        request = self.request(job, memory, excluded)
         job.folder.path.mkdir(parents=True, exist_ok=True)
         request.output.parent.mkdir(parents=True, exist_ok=True)
         text = preamble(self._site, self._code, Path.cwd())
@@ -278,14 +283,19 @@ class StageJobs:
         where = f" on {request.partition}" if request.partition else ""
         self._say(f"{job.title}: SLURM job {id}{where}, log {log}")
 
-    def _request(self, job: StageJob, memory: float = 1.0, excluded: list[str] = ()) -> SbatchRequest:
+    def request(self, job: StageJob, memory: float = 1.0, excluded: list[str] = ()) -> SbatchRequest:
+        """What SLURM is asked for on behalf of a stage.
+
+        Raises:
+            ConfigError: see :func:`workflow.cluster.placement.place_stage`.
+        """
         return place_stage(
             job.spec,
             self._site,
             output=job_log(job.spec, job.step).absolute(),
             step=job.step,
             walltime_seconds=job.walltime_seconds,
-            warning_seconds=self._warning or max(WARNING_SECONDS, measured_warning(job.spec)),
+            warning_seconds=self._warning or warning_of(job.spec),
             memory_factor=memory,
             exclude=excluded,
         )
@@ -364,6 +374,8 @@ class StageJobs:
                 changes["memory_factor"] = job.record.memory_factor * 2
             job.folder.write(job.record, **changes)
         stage_log = Path(job.spec.log(job.step))
+        if kind == FailureClass.STOPPED:
+            return Failure(kind, f"{job.title}: {told}; {self._triggers(job.spec).way_on}")
         lines = [f"{job.title}: {kind}: {told}"]
         for path in (log, stage_log):
             if tail := last_lines(path):
@@ -371,7 +383,13 @@ class StageJobs:
         return Failure(kind, "\n".join(lines))
 
 
-def measured_warning(spec: StageSpec) -> int:
-    """Seconds before the end that a training needs to end its step and save, by its published segments or others like it; else 0."""
-    pace = measured_pace(spec) if spec.cuts else None
-    return 0 if pace is None else pace.warning
+def warning_of(spec: StageSpec) -> int:
+    """Seconds before the end of its job at which a stage is told to save: at least WARNING_SECONDS, more where saves take longer.
+
+    By published segments of a training, or of others like it; before the first by the size of its state.
+    """
+    if not spec.cuts:
+        return WARNING_SECONDS
+    pace = measured_pace(spec)
+    needed = warning_for(estimated_save(spec)) if pace is None else pace.warning
+    return max(WARNING_SECONDS, needed)

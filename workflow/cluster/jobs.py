@@ -58,12 +58,24 @@ class StartRecord(Config):
     """Seconds since the epoch."""
 
 
+Outcome = Literal[
+    "published",
+    "error",
+    "refused",
+    "no progress",
+    "requeued",
+    "requeue refused",
+    "stopped",
+    "stopped by user",
+]
+
+
 class EndRecord(Config):
     """What the launcher says at the end of a start: the only word on a job where SLURM forgets."""
 
     job: str
     restart: int
-    outcome: Literal["published", "error", "refused", "no progress", "requeued", "requeue refused", "stopped"]
+    outcome: Outcome
     code: int
     """Exit code of the stage; negative: killed by that signal."""
     node: str

@@ -24,7 +24,7 @@ from workflow.cluster.environment import enter
 from workflow.cluster.jobs import EndRecord, StartRecord, write_end, write_start
 from workflow.cluster.slurm import SlurmLimit, SlurmRefused, SlurmUnavailable, slurm
 
-PUBLISHED, OWN_ERROR, REFUSED, STOPPED = 0, 1, 64, 75
+PUBLISHED, OWN_ERROR, REFUSED, STOPPED, STOPPED_BY_USER = 0, 1, 64, 75, 76
 """Exit codes of a stage; see workflow.stages.runner."""
 WARNED_EARLY = 90.0
 """Seconds by which SLURM's warning before a time limit may come early; a warning still earlier has another reason: preemption."""
@@ -110,6 +110,8 @@ class _Start:
             return self._end("published", PUBLISHED)
         if code == REFUSED:
             return self._end("refused", code)
+        if code == STOPPED_BY_USER:
+            return self._end("stopped by user", code)
         if code in _STOP_CODES and (self._told or self._terminated):
             return self._stopped(code)
         return self._end("stopped" if code == STOPPED else "error", code)

@@ -146,6 +146,7 @@ class FailureClass(StrEnum):
     CANCELLED = "CANCELLED"
     NO_PROGRESS = "no progress"
     REFUSED = "refused"
+    STOPPED = "stopped by the user"
 
 
 RETRIED = frozenset(
@@ -168,6 +169,7 @@ _BY_OUTCOME = {
     "requeue refused": FailureClass.TIMEOUT,
     "requeued": FailureClass.PREEMPTED,
     "stopped": FailureClass.CANCELLED,
+    "stopped by user": FailureClass.STOPPED,
 }
 
 

@@ -22,6 +22,7 @@ from workflow.campaign.paths import cut
 from workflow.campaign.plan import InputRef, Plan, PlanError, StageSpec, read_plan
 from workflow.campaign.slice import Slice
 from workflow.campaign.stages import STAGES
+from workflow.campaign.triggers import Triggers
 from workflow.cluster.states import job_is_final
 from workflow.data.errors import DataError
 from workflow.manifest import (
@@ -41,10 +42,11 @@ from workflow.stages.attempts import AttemptLog
 from workflow.stages.progress import Progress
 from workflow.stages.provenance import hardware, package_versions
 from workflow.stages.retention import release_states
-from workflow.stages.stop import StoppedOnRequest, StopRequest
+from workflow.stages.stop import StoppedByUser, StoppedOnRequest, StopRequest
 
-PUBLISHED, OWN_ERROR, REFUSED, STOPPED = 0, 1, 64, 75
-"""Exit codes: a manifest is there; the stage's own error; bad input; stopped on request with its state saved."""
+PUBLISHED, OWN_ERROR, REFUSED, STOPPED, STOPPED_BY_USER = 0, 1, 64, 75, 76
+"""Exit codes: a manifest is there; the stage's own error; bad input; stopped on request with its state saved; the same by the file
+``stop``, and not to be started again while that is there."""
 LAST_LINES = 30
 """Of the log, in the record of a failure."""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -80,6 +82,8 @@ class StageContext:
     step: int | None
     """Training: the step at which this segment ends."""
     stop: StopRequest
+    triggers: Triggers
+    """What people ask of it by files."""
     log: logging.Logger
     attempts: AttemptLog
     _input_folders: dict[str, Path] = field(default_factory=dict)
@@ -131,16 +135,20 @@ def run(stage: str, plan_path: Path, key: str, step: int | None = None) -> int:
     lock = FolderLock(Path(spec.folder), job_is_final=job_is_final, on_lost=_leave)
     if _published(spec, output) is not None:
         return PUBLISHED
+    triggers = Triggers.of(plan, plan_path.parent, spec)
+    if triggers.stop_asked:
+        print(f"{stage} {spec.name}: {triggers.way_on}", file=sys.stderr)
+        return STOPPED_BY_USER
     _wait_for(lock, spec)
     try:
         if _published(spec, output) is not None:  # by the process we waited for
             return PUBLISHED
-        return _attempt(plan, spec, step, lock)
+        return _attempt(plan, spec, step, lock, triggers)
     finally:
         lock.release()
 
 
-def _attempt(plan: Plan, spec: StageSpec, step: int | None, lock: FolderLock) -> int:
+def _attempt(plan: Plan, spec: StageSpec, step: int | None, lock: FolderLock, triggers: Triggers) -> int:
     """One start, from the record of attempts to the manifest or the record of the failure."""
     stop = StopRequest()
     stop.install()
@@ -152,7 +160,7 @@ def _attempt(plan: Plan, spec: StageSpec, step: int | None, lock: FolderLock) ->
     os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(spec.threads)))
     try:
         stop.interrupt()
-        context = _context(plan, spec, step, stop, log, attempts)
+        context = _context(plan, spec, step, stop, triggers, log, attempts)
         context.lock = lock
         module = importlib.import_module(f"workflow.stages.{spec.stage}")
         stop.interrupt()  # again: an import may swallow what it does not know
@@ -161,6 +169,10 @@ def _attempt(plan: Plan, spec: StageSpec, step: int | None, lock: FolderLock) ->
             raise StageIncomplete(f"{result.steps_done} of {result.steps_planned} steps were done")
         attempts.end("published")
         _publish(plan, context, result)
+    except StoppedByUser as error:
+        attempts.end("stopped")
+        log.warning("%s; %s", error, triggers.way_on)
+        return STOPPED_BY_USER
     except (StoppedOnRequest, KeyboardInterrupt) as error:
         attempts.end("stopped")
         log.warning("stopped: %s; the same command continues", error)
@@ -240,6 +252,7 @@ def _context(
     spec: StageSpec,
     step: int | None,
     stop: StopRequest,
+    triggers: Triggers,
     log: logging.Logger,
     attempts: AttemptLog,
 ) -> StageContext:
@@ -253,7 +266,10 @@ def _context(
     if step is None:
         output.mkdir(parents=True, exist_ok=True)  # a training state's folder appears with the state
     config = Slice(spec.stage, spec.config)
-    return StageContext(spec, config, inputs, Path(spec.folder), output, step, stop, log, attempts, folders)
+    return StageContext(
+        *(spec, config, inputs, Path(spec.folder), output, step),
+        *(stop, triggers, log, attempts, folders),
+    )
 
 
 def _read_input(plan: Plan, name: str, ref: InputRef, path: Path) -> Manifest:

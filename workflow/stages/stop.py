@@ -16,6 +16,10 @@ class StoppedOnRequest(BaseException):
     """
 
 
+class StoppedByUser(StoppedOnRequest):
+    """Stopped by the file ``stop`` in the run's folder: nobody starts the stage again before it is gone."""
+
+
 class StopRequest:
     """Whether somebody asked this process to stop (SIGTERM, SIGINT, SIGUSR2).
 

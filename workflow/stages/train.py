@@ -25,7 +25,8 @@ from workflow.manifest import MANIFEST
 from workflow.rl.metrics import METRICS_FILE, MetricsLog, read_metrics
 from workflow.rl.rewards import Rewarder
 from workflow.rl.trainer import PPOTrainer, optimizer_steps
-from workflow.stages.runner import StageContext, StageResult, StoppedOnRequest
+from workflow.stages.runner import StageContext, StageResult
+from workflow.stages.stop import StoppedByUser, StoppedOnRequest
 
 
 class TooFewSteps(RuntimeError):
@@ -114,13 +115,16 @@ def resume(context: StageContext, trainer: PPOTrainer, store: StateStore) -> Non
 
 
 def advance(context: StageContext, trainer: PPOTrainer, store: StateStore) -> dict[str, float]:
-    """Iterate until the segment's end; save there, every ``checkpoint.save_every`` steps, and when asked to stop.
+    """Iterate until the segment's end; save there, every ``checkpoint.save_every`` steps, and when asked to.
+
+    It is asked by signals, and by the files ``save`` and ``stop`` in the run's folder. This one process decides for all ranks, after
+    a step.
 
     Returns:
         Seconds that its parts took, for the cuts and the warning time of segments to come.
 
     Raises:
-        StoppedOnRequest: after the state was saved.
+        StoppedOnRequest, StoppedByUser: after the state was saved.
     """
     log = MetricsLog(context.folder / METRICS_FILE)
     every = context.config.checkpoint.save_every
@@ -134,14 +138,19 @@ def advance(context: StageContext, trainer: PPOTrainer, store: StateStore) -> di
             context.step_done(trainer.steps_done)
             bar.advance(**_shown(metrics))
             due = trainer.steps_done == context.step or (every and trainer.steps_done % every == 0)
-            if due or context.stop.requested:
+            save, stop = context.triggers.save_asked, context.triggers.stop_asked
+            if due or save or stop or context.stop.requested:
                 begun = time.monotonic()
                 trainer.save(store)
                 saves.append(time.monotonic() - begun)
                 # States inside a segment are for resuming only; published ones may still have readers.
                 store.retain("last", keep={*context.spec.cuts, *published_steps(context.folder)})
-            if context.stop.requested and trainer.steps_done < context.step:
-                raise StoppedOnRequest(f"the state after step {trainer.steps_done} is saved")
+                context.log.info("the state after step %d is saved", trainer.steps_done)
+            if save:
+                context.triggers.saved()
+            if (stop or context.stop.requested) and trainer.steps_done < context.step:
+                stopped = StoppedByUser if stop else StoppedOnRequest
+                raise stopped(f"the state after step {trainer.steps_done} is saved")
     return pace_of(started, steps, saves)
 
 
