@@ -15,7 +15,7 @@ from engines.config import ConfigError
 from engines.registry import EngineRegistry
 from workflow.campaign.build import PlannedRun
 from workflow.campaign.code import source_root
-from workflow.campaign.head import REFUSALS, plan_campaign
+from workflow.campaign.head import REFUSALS, on_this_site, plan_campaign
 from workflow.campaign.pace import expected_pace
 from workflow.campaign.plan import CURRENT, RESULTS, Plan, PlanError, read_plan
 from workflow.campaign.schema import CampaignOptions
@@ -25,12 +25,14 @@ from workflow.campaign.view import RUN_FILE, view_manifests
 from workflow.cluster.doctor import changes, examine
 from workflow.cluster.head_job import head_log, submit_head
 from workflow.cluster.slurm import SlurmLimit, SlurmRefused, SlurmUnavailable
+from workflow.cluster.stage_in import stage_in
 from workflow.cluster.status import campaign_status
 from workflow.manifest import MANIFEST, ManifestError, verify
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 _terminal = Console()
 console = _terminal if _terminal.is_terminal else Console(width=160)
+_VERDICTS = {"good": "[green]ok[/]", "open": "[yellow]open[/]", "wrong": "[red]MISSING[/]"}
 _STATES = {"built": "green", "needs": "yellow", "not built yet": "dim"}
 
 
@@ -175,6 +177,32 @@ def doctor(
     console.print(f"\n{changes(findings)}", highlight=False, markup=False, soft_wrap=True)
     if any(finding.verdict == "wrong" for finding in findings):
         raise typer.Exit(1)
+
+
+@app.command("stage-in")
+def stage_in_command(
+    campaign: Annotated[str, typer.Argument(help="a file in configs/campaign, or a path")],
+    set: Annotated[list[str] | None, typer.Option("--set", help="key=value; may be repeated")] = None,
+    controls: Annotated[bool, typer.Option(help="add the control runs")] = False,
+    site: Annotated[
+        str | None, typer.Option(help="a file in configs/site; found by the cluster's name")
+    ] = None,
+) -> None:
+    """Verify, on a host with internet, all that a campaign's jobs will read; exit code 1, with what to do, when anything is missing."""
+    options = CampaignOptions(campaign=campaign, set=" ".join(set or []), controls=controls, site=site)
+    try:
+        findings = list(stage_in(on_this_site(options, source_root()), source_root()))
+    except REFUSALS as error:
+        console.print(f"[red]refused:[/] {escape(str(error))}", highlight=False)
+        raise typer.Exit(1) from None
+    table = _table("", "what", "found")
+    for finding in findings:
+        table.add_row(_VERDICTS[finding.verdict], escape(finding.subject), escape(finding.message))
+    console.print(table)
+    console.print(f"\n{changes(findings)}", highlight=False, markup=False, soft_wrap=True)
+    if any(finding.verdict == "wrong" for finding in findings):
+        raise typer.Exit(1)
+    console.print("nothing is left to be fetched: no compute node needs the internet")
 
 
 def find_manifests(path: Path) -> list[Path]:

@@ -71,9 +71,27 @@ def make_plan(options: CampaignOptions, root: Path) -> tuple[Plan, list[PlannedR
     return plan, runs
 
 
-def _resolve(name: str, words: RunOverrides, configs: Path) -> PlannedRun:
+def compose_runs(options: CampaignOptions, root: Path) -> dict[str, RunConfig]:
+    """The runs of a campaign as they are configured, by name; nothing that they name is looked at.
+
+    Raises:
+        ConfigError: with the run's name and the key, the value and what would be right.
+    """
+    configs = root / "configs"
+    words = run_overrides(load_campaign(options.campaign, configs), options)
+    return {name: _compose(name, overrides, configs) for name, overrides in words.items()}
+
+
+def _compose(name: str, words: RunOverrides, configs: Path) -> RunConfig:
     try:
-        config = compose_run(read_overrides(words.all(), configs), configs)
+        return compose_run(read_overrides(words.all(), configs), configs)
+    except ConfigError as error:
+        raise ConfigError(f"run {name!r}: {error}") from None
+
+
+def _resolve(name: str, words: RunOverrides, configs: Path) -> PlannedRun:
+    config = _compose(name, words, configs)
+    try:
         model = read_model(config.model)
         config, devices = _place_engines(config, model)
     except (ConfigError, ModelFolderError) as error:

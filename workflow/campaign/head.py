@@ -151,8 +151,7 @@ def plan_campaign(options: CampaignOptions, root: Path) -> tuple[Plan, list[Plan
     Raises:
         ConfigError: with the run, the key, the value and what would be right.
     """
-    if options.site is None and (site := detect_site(root / "configs")) != LOCAL:
-        options = options.model_copy(update={"site": site})
+    options = on_this_site(options, root)
     plan, runs = make_plan(options, root)
     for run in runs:
         try:
@@ -162,6 +161,17 @@ def plan_campaign(options: CampaignOptions, root: Path) -> tuple[Plan, list[Plan
         except ConfigError as error:
             raise ConfigError(f"run {run.name!r}: {error}") from None
     return plan, runs
+
+
+def on_this_site(options: CampaignOptions, root: Path) -> CampaignOptions:
+    """The same options, with the site of the cluster that this host belongs to when they name none.
+
+    Raises:
+        ConfigError: there is a cluster here, and no site file, or more than one, that names it.
+    """
+    if options.site is None and (site := detect_site(root / "configs")) != LOCAL:
+        return options.model_copy(update={"site": site})
+    return options
 
 
 def read_options(config: Mapping[str, Any]) -> CampaignOptions:

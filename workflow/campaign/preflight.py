@@ -75,19 +75,27 @@ def check_disk(plan: Plan, folder: Path) -> None:
     Raises:
         DiskFull: with both numbers.
     """
-    missing = [
-        spec
-        for spec in plan.stages.values()
-        if not Path(spec.manifest(spec.cuts[-1] if spec.cuts else None)).exists()
-    ]
-    needed = sum(spec.forecast_bytes for spec in missing)
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    needed, free = needed_bytes(plan), free_bytes(folder)
     if needed > free:
         raise DiskFull(
             f"{folder}: the campaign is expected to write {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free; "
             "free some disk, or keep fewer states (checkpoint.retain)"
         )
+
+
+def needed_bytes(plan: Plan) -> int:
+    """What the stages of a plan that are not published are expected to write."""
+    return sum(
+        spec.forecast_bytes
+        for spec in plan.stages.values()
+        if not Path(spec.manifest(spec.cuts[-1] if spec.cuts else None)).exists()
+    )
+
+
+def free_bytes(folder: Path) -> int:
+    """Free disk where ``folder`` is or will be."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
 
 
 @dataclass(frozen=True)

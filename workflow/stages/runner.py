@@ -50,6 +50,8 @@ PUBLISHED, OWN_ERROR, REFUSED, STOPPED, STOPPED_BY_USER = 0, 1, 64, 75, 76
 LAST_LINES = 30
 """Of the log, in the record of a failure."""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+"""A stage reads what its inputs published and asks no server: ``baton stage-in`` is for what has to come from elsewhere."""
 TWIN = ".published.json"
 """A second name of the published manifest. A workflow engine may remove the first one together with a job that it believes failed."""
 
@@ -157,7 +159,7 @@ def _attempt(plan: Plan, spec: StageSpec, step: int | None, lock: FolderLock, tr
     log = _open_log(spec, log_path)
     log.info("start %d of %s %s", attempts.number, spec.stage, spec.name)
     # Set before the stage loads a framework.
-    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(spec.threads)))
+    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(spec.threads)) | _OFFLINE)
     try:
         stop.interrupt()
         context = _context(plan, spec, step, stop, triggers, log, attempts)
