@@ -33,7 +33,10 @@ class TensorEntry:
 
     file: str
     dtype: str
+    """As safetensors spells it, such as F32."""
     shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
 
 
 def read_safetensors_header(path: Path) -> dict[str, TensorEntry]:
@@ -72,7 +75,10 @@ def read_safetensors_header(path: Path) -> dict[str, TensorEntry]:
             f"{size} bytes, its header declares {8 + length + end}"
         )
     return {
-        name: TensorEntry(path.name, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()
+        name: TensorEntry(
+            path.name, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0]
+        )
+        for name, entry in header.items()
     }
 
 

@@ -11,7 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from engines.checkpoint.errors import StateError
 from engines.config import ConfigError
+from engines.model_folder import ModelFolderError
 from engines.registry import EngineRegistry
 from workflow.campaign.build import PlannedRun
 from workflow.campaign.code import source_root
@@ -21,13 +23,14 @@ from workflow.campaign.plan import CURRENT, RESULTS, Plan, PlanError, read_plan
 from workflow.campaign.schema import CampaignOptions
 from workflow.campaign.segments import kept_cuts, propose
 from workflow.campaign.site import detect_site, load_site
-from workflow.campaign.view import RUN_FILE, view_manifests
+from workflow.campaign.view import find_manifests
 from workflow.cluster.doctor import changes, examine
 from workflow.cluster.head_job import head_log, submit_head
 from workflow.cluster.slurm import SlurmLimit, SlurmRefused, SlurmUnavailable
 from workflow.cluster.stage_in import stage_in
 from workflow.cluster.status import campaign_status
-from workflow.manifest import MANIFEST, ManifestError, verify
+from workflow.compare import Comparison, NotComparable, compare, find_pairs
+from workflow.manifest import Manifest, ManifestError, verify, write_json
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 _terminal = Console()
@@ -106,6 +109,29 @@ def verify_command(
         soft_wrap=True,
     )
     if result.problems:
+        raise typer.Exit(1)
+
+
+@app.command("compare")
+def compare_command(
+    a: Annotated[Path, typer.Argument(help="a manifest, its folder, a run's folder or a campaign's folder")],
+    b: Annotated[Path, typer.Argument(help="what it is compared with")],
+    tolerance: Annotated[
+        float | None, typer.Option(help="largest relative difference of numbers; without it, bit for bit")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="write the findings there, as JSON")] = None,
+) -> None:
+    """Compare results of one learning identity: weights, optimizer, curves, samples. Exit code 1: they differ; 2: refused."""
+    try:
+        found = [compare(pair, tolerance) for pair in find_pairs(a, b)]
+    except (ManifestError, StateError, ModelFolderError, NotComparable) as error:
+        console.print(f"[red]refused:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    if output is not None:
+        record = {"a": str(a), "b": str(b), "tolerance": tolerance, "pairs": [one.record() for one in found]}
+        write_json(output, record | {"passed": all(one.passed for one in found)})
+    _show_comparisons(found)
+    if not all(one.passed for one in found):
         raise typer.Exit(1)
 
 
@@ -205,26 +231,6 @@ def stage_in_command(
     console.print("nothing is left to be fetched: no compute node needs the internet")
 
 
-def find_manifests(path: Path) -> list[Path]:
-    """The manifests that ``path`` stands for: one result, one run, or all runs of a campaign's current plan.
-
-    Raises:
-        ManifestError: nothing of that kind is there.
-    """
-    if path.is_file() and path.name == MANIFEST:
-        return [path]
-    if (path / MANIFEST).is_file():
-        return [path / MANIFEST]
-    if (path / RUN_FILE).is_file():
-        return view_manifests(path / RUN_FILE)
-    if (path / CURRENT).exists():
-        runs = read_plan((path / CURRENT).resolve()).runs
-        return [manifest for run in runs for manifest in view_manifests(path / run / RUN_FILE)]
-    raise ManifestError(
-        f"{path}: no {MANIFEST}, {RUN_FILE} or {CURRENT} there; give a result, a run or a campaign"
-    )
-
-
 def proposed_cuts(planned: Plan, runs: list[PlannedRun]) -> list[str]:
     """For each training, how it is cut and what is proposed for all that is not published, in words."""
     found: dict[str, str] = {}
@@ -249,6 +255,31 @@ def _show_runs(planned: Plan) -> None:
         jobs = len(planned.run_manifests(name))
         table.add_row(name, run.algorithm, str(run.seed), str(jobs), escape(" ".join(run.overrides)))
     console.print(table)
+
+
+def _show_comparisons(found: list[Comparison]) -> None:
+    table = _table("stage", "name", "step", "A", "B", "part", "finding")
+    for one in found:
+        known = one.pair.ours or one.pair.theirs
+        layouts = [_computed(side.manifest) if side else "-" for side in (one.pair.ours, one.pair.theirs)]
+        place = [known.manifest.stage, known.manifest.slug, str(known.manifest.step or "-"), *layouts]
+        for finding in one.findings:
+            color = {"equal": "green", "close": "green", "different": "red"}.get(finding.verdict, "yellow")
+            table.add_row(*place, finding.part, f"[{color}]{escape(str(finding))}[/]")
+            place = [""] * len(place)
+    console.print(table)
+    different = sum(not one.passed for one in found)
+    console.print(
+        f"{len(found)} results compared: "
+        + (f"[red]{different} differ[/]" if different else "[green]none differs[/]")
+    )
+
+
+def _computed(manifest: Manifest) -> str:
+    """How a result was computed, in a word or two."""
+    return " ".join(
+        [*sorted({*manifest.backends.values()}), manifest.device.computed, f"x{manifest.world_size}"]
+    )
 
 
 def _show_stages(planned: Plan) -> None:

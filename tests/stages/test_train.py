@@ -21,7 +21,7 @@ from workflow.campaign.build import make_plan
 from workflow.campaign.plan import CURRENT, Plan, StageSpec, write_plan
 from workflow.campaign.schema import CampaignOptions
 from workflow.manifest import check_files, read_manifest, verify
-from workflow.rl.metrics import read_metrics
+from workflow.rl.metrics import read_metrics, without_timing
 from workflow.stages.runner import OWN_ERROR, STOPPED
 
 COMMON = [
@@ -103,9 +103,8 @@ def content(folder: Path, spec: StageSpec) -> dict:
 
 def same_curve(one: Path, other: Path) -> list[dict]:
     """The metrics of both folders, which differ in times only."""
-    timing = ("seconds", "tokens_per_second")
     curves = [
-        [{k: v for k, v in line.items() if not any(t in k for t in timing)} for line in read_metrics(path)]
+        [without_timing(line) for line in read_metrics(path)]
         for path in (one / "metrics.jsonl", other / "metrics.jsonl")
     ]
     assert curves[0] == curves[1]

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from engines.registry import EngineRegistry
 from tests.workflow.test_manifest import input_of, publish
-from workflow.cli import app, find_manifests
+from workflow.campaign.view import find_manifests
+from workflow.cli import app
 from workflow.manifest import MANIFEST, ManifestError
 
 

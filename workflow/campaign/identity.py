@@ -50,7 +50,7 @@ class Content:
     def of(stage: Stage, values: Mapping[str, Any]) -> Content:
         """Of a slice in plain nested values, without ``stage.settings``; engines resolved."""
         content = by_content(values)
-        return Content(canonical_json(content), canonical_json(_without_execution(content, stage)))
+        return Content(canonical_json(content), canonical_json(without_execution(content, stage)))
 
 
 def identify(stage: Stage, content: Content, inputs: Mapping[str, Identity], threads: int) -> Identity:
@@ -190,7 +190,8 @@ _CONTENT_PATHS = {
 }
 
 
-def _without_execution(values: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
+def without_execution(values: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
+    """A copy of a slice without what only says how it is computed: what the learning identity sees."""
     result = dict(values)
     for path in stage.roles:
         engine = lookup(result, path)

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from workflow.campaign.plan import Plan, PlanError, RunPlan, read_plan
-from workflow.manifest import ManifestError, write_json
+from workflow.campaign.plan import CURRENT, Plan, PlanError, RunPlan, read_plan
+from workflow.manifest import MANIFEST, ManifestError, write_json
 
 RUN_FILE = "run.json"
 
@@ -74,6 +74,26 @@ def view_manifests(path: Path) -> list[Path]:
         return [path.parent / entry["manifest"] for entry in stages]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ManifestError(f"{path}: no record of a run ({type(error).__name__}: {error})") from None
+
+
+def find_manifests(path: Path) -> list[Path]:
+    """The manifests that ``path`` stands for: one result, one run, or all runs of a campaign's current plan.
+
+    Raises:
+        ManifestError: nothing of that kind is there.
+    """
+    if path.is_file() and path.name == MANIFEST:
+        return [path]
+    if (path / MANIFEST).is_file():
+        return [path / MANIFEST]
+    if (path / RUN_FILE).is_file():
+        return view_manifests(path / RUN_FILE)
+    if (path / CURRENT).exists():
+        runs = read_plan((path / CURRENT).resolve()).runs
+        return [manifest for run in runs for manifest in view_manifests(path / run / RUN_FILE)]
+    raise ManifestError(
+        f"{path}: no {MANIFEST}, {RUN_FILE} or {CURRENT} there; give a result, a run or a campaign"
+    )
 
 
 def main() -> int:

@@ -16,6 +16,9 @@ from workflow.manifest import write_text
 METRICS_FILE, SFT_CURVE_FILE = "metrics.jsonl", "loss.jsonl"
 """Names of such files in the folders of the stages train and sft."""
 
+TIMING = ("seconds", "tokens_per_second")
+"""What no two computations of one step have in common: metrics whose names hold one of these."""
+
 
 class MetricsLog:
     """The lines at ``path``, in the order of the steps. A step that is done again replaces its line; nothing else ever goes.
@@ -54,6 +57,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All complete lines; the last one may be cut off where a process was killed. Numbers that are not finite are left out."""
     lines = [json.loads(line) for line in _complete_lines(path)]
     return [{k: v for k, v in line.items() if v is not None and _is_finite(v)} for line in lines]
+
+
+def without_timing(line: dict[str, Any]) -> dict[str, Any]:
+    """What a step learnt and measured, without how long it took."""
+    return {name: value for name, value in line.items() if not any(word in name for word in TIMING)}
 
 
 def _complete_lines(path: Path) -> list[str]:
