@@ -1,5 +1,7 @@
 """What planning costs: a cold dry run of 200 runs x 20 stages beside a bare Snakemake chain of the same size, in CPU time.
 
+Ours is planned for this host, and once more with placement: for the site ``mini``, by ``--profile slurm`` with its executor.
+
     python -m bench.plan --output results/bench/plan.json
 
 Each is a process of its own in an empty folder. Both report which frameworks they had loaded at their end.
@@ -65,12 +67,17 @@ def main() -> int:
         "--repeat", type=int, default=3, help="measurements of each, taken in turn; the least counts"
     )
     args = parser.parse_args()
-    ours, bare = [], []
+    measure = {
+        "ours": plan_campaign,
+        "with_placement": lambda: plan_campaign("slurm", "site=mini"),
+        "bare": plan_bare,
+    }
+    measured: dict[str, list[dict[str, Any]]] = {name: [] for name in measure}
     for _ in range(args.repeat):
-        ours.append(plan_campaign())
-        bare.append(plan_bare())
-    result = compare(min(ours, key=cpu), min(bare, key=cpu))
-    result["all_cpu_seconds"] = {"ours": [*map(cpu, ours)], "bare": [*map(cpu, bare)]}
+        for name, function in measure.items():
+            measured[name].append(function())
+    result = compare({name: min(values, key=cpu) for name, values in measured.items()})
+    result["all_cpu_seconds"] = {name: [*map(cpu, values)] for name, values in measured.items()}
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
@@ -82,25 +89,30 @@ def cpu(measured: dict[str, Any]) -> float:
     return measured["cpu_seconds"]
 
 
-def compare(ours: dict[str, Any], bare: dict[str, Any]) -> dict[str, Any]:
-    """Both measurements and their ratio."""
+def compare(least: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The measurements and their ratios to the bare chain's."""
+    ratio = {name: round(cpu(least[name]) / cpu(least["bare"]), 3) for name in ("ours", "with_placement")}
     return {
         "runs": RUNS,
         "stages_per_run": STAGES,
-        "ours": ours,
-        "bare": bare,
-        "ratio_to_bare": round(cpu(ours) / cpu(bare), 3),
+        **least,
+        "ratio_to_bare": ratio["ours"],
+        "ratio_with_placement": ratio["with_placement"],
     }
 
 
-def plan_campaign() -> dict[str, Any]:
-    """Dry run of a generated campaign."""
+def plan_campaign(profile: str = "local", *words: str) -> dict[str, Any]:
+    """Dry run of a generated campaign.
+
+    Args:
+        words: of ``--config``.
+    """
     with tempfile.TemporaryDirectory() as made:
         file = Path(made) / "campaign.yaml"
         file.write_text(
             CAMPAIGN.format(runs="\n".join(f"  seed{seed}: [seed={seed}]" for seed in range(RUNS)))
         )
-        return dry_run(Path(made), ROOT / "Snakefile", "--config", f"campaign={file}")
+        return dry_run(Path(made), ROOT / "Snakefile", profile, "--config", f"campaign={file}", *words)
 
 
 def plan_bare() -> dict[str, Any]:
@@ -111,16 +123,16 @@ def plan_bare() -> dict[str, Any]:
         return dry_run(Path(made), file)
 
 
-def dry_run(folder: Path, snakefile: Path, *options: str) -> dict[str, Any]:
+def dry_run(folder: Path, snakefile: Path, profile: str = "local", *options: str) -> dict[str, Any]:
     """CPU seconds, peak memory and loaded frameworks of ``snakemake --dry-run`` in ``folder``.
 
     Raises:
         RuntimeError: with its output, when it fails.
     """
     loaded, log = folder / "loaded.json", folder / "log.txt"
-    profile = ROOT / "profiles" / "local"
     command = [sys.executable, "-c", SNAKEMAKE.format(frameworks=FRAMEWORKS), str(loaded)]
-    command += ["--snakefile", str(snakefile), "--directory", str(folder), "--profile", str(profile)]
+    command += ["--snakefile", str(snakefile), "--directory", str(folder), "--profile"]
+    command += [str(ROOT / "profiles" / profile)]
     command += ["--dry-run", "--quiet", "all", *options]
     with log.open("w") as file:
         process = subprocess.Popen(

@@ -79,7 +79,10 @@ class Executor(RemoteExecutor):
     def run_job(self, job: JobExecutorInterface) -> None:
         """Take up a job; it is submitted by the thread that watches."""
         if job.is_group():
-            raise WorkflowError("the executor baton runs one stage per job; remove --groups")
+            raise WorkflowError(
+                "the executor baton runs one stage per job, whose walltime, warning and requeueing are that stage's own; "
+                "remove --groups (docs/slurm.md, Groups)"
+            )
         runtime = job.resources.get("runtime")
         step = job.wildcards_dict.get("step")
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -46,6 +47,18 @@ def test_a_dry_run_plans_every_stage_and_starts_nothing(project):
     assert counts["run"] == "4"
     assert not Path("results/store").exists()
     assert not Path("results/.head.json").exists()
+
+
+def test_a_dry_run_places_every_stage_by_its_device_key(project):
+    words = ("campaign=demo-slurm", "site=mini")
+    code, output = project.run("--dry-run", "--executor", "baton", "--jobs", "9", "--config", *words)
+    assert code == 0, output
+    asked = {
+        rule: set(re.findall(rf"^rule {rule}:$.*?device=(\w+)", output, re.DOTALL | re.MULTILINE))
+        for rule in ("convert", "sft", "train")
+    }
+    assert asked == {"convert": {"cpu"}, "sft": {"cuda"}, "train": {"cuda", "npu"}}
+    assert not Path("results/store").exists()
 
 
 @pytest.mark.parametrize(
