@@ -3,6 +3,7 @@
 from snakemake.exceptions import WorkflowError
 
 from workflow.campaign.head import REFUSALS, open_campaign
+from workflow.cluster.states import job_is_final
 
 try:
     HEAD = open_campaign(config)
@@ -29,7 +30,7 @@ rule all:
 
 onstart:
     try:
-        HEAD.start()
+        HEAD.start(job_is_final)
     except REFUSALS as error:
         raise WorkflowError(f"campaign refused: {error}") from None
 

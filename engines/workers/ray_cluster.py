@@ -1,33 +1,45 @@
-"""A private Ray on this machine: never joined by others, never joining another, gone with its driver.
+"""A private Ray of this process: never joined by others, never joining another, gone with its driver.
 
-Everything Ray writes lies below one folder of mode 700 with a short path, because a Unix socket's path may not exceed
+Everything Ray writes on a node lies below one folder of mode 700 with a short path, because a Unix socket's path may not exceed
 107 bytes. The folder is locked while the driver lives, so the next start removes what is left of dead ones (such as the
 logs that an error pointed to); a reaper ends the processes.
+
+The head always runs here. The further nodes of a job join it: whoever started the job starts :mod:`engines.workers.ray_node` there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 import shutil
 import signal
 import sys
-import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import ray
 from ray._raylet import AuthenticationTokenLoader, Config
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from engines.workers import reaper
-
-PREFIX = "baton-ray-"
-LONGEST_SOCKET_PATH = 107
-_SESSION_PART = len("/ray/session_2026-01-31_23-59-59_999999_9999999/sockets/plasma_store")
-OBJECT_STORE_BYTES = 256 * 1024 * 1024
-"""Batches pass through it; weights do not."""
+from engines.workers.nodes import (
+    REGISTRATION_SECONDS,
+    JobNodes,
+    interface_of,
+    socket_variables,
+    usable_cpus,
+)
+from engines.workers.private_folder import NoShortFolder, PrivateFolder
+from engines.workers.ray_settings import (
+    DEEPEST,
+    OBJECT_STORE_BYTES,
+    PREFIX,
+    accelerators,
+    environment,
+    signals_held,
+)
 
 
 class RayStartError(RuntimeError):
@@ -37,49 +49,54 @@ class RayStartError(RuntimeError):
 class RayCluster:
     """One Ray instance of this process, shared by the process's worker groups.
 
+    Args:
+        nodes: of the job; this node alone when None.
+
     Raises:
-        RayStartError: this process already uses Ray, or no folder with a short enough path can be made.
+        RayStartError: this process already uses Ray, no folder with a short enough path can be made, or a node of the job did not join.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: JobNodes | None = None) -> None:
         if ray.is_initialized():
             raise RayStartError(
                 "this process is connected to a Ray cluster already; worker groups start their own"
             )
-        self.folder, self._lock = _private_folder()
+        self.nodes = nodes
+        try:
+            self._folder = PrivateFolder(PREFIX, DEEPEST)
+        except NoShortFolder as error:
+            raise RayStartError(str(error)) from None
         self._groups = 0
         self._keep_logs = False
-        settings = {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            # Ranks choose their accelerator by LOCAL_RANK; Ray would hide all of them from actors that reserve none.
-            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        }
+        settings = self._settings()
         self._environment = {name: os.environ.get(name) for name in settings}
         os.environ.update(settings)
         _reread_authentication()
-        (self.folder / "logs").mkdir()
-        self._reaper = reaper.start(self.folder)
+        self._logs.mkdir(parents=True)
+        self._reaper = reaper.start(self._folder.path)
         try:
-            with _own_sigterm_handler():
-                ray.init(
-                    address="local",  # a new instance, whatever RAY_ADDRESS says
-                    num_cpus=usable_cpus(),
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level="error",
-                    _temp_dir=str(self.folder / "ray"),
-                )
+            self._start_head()
+            self._node_ids = self._wait_for_nodes()
         except BaseException:
             self._close()
             raise
 
     def log_file(self, group: int, rank: int) -> Path:
-        """Where a rank's output goes."""
-        return self.folder / "logs" / f"group{group}-rank{rank:05d}.log"
+        """Where a rank's output goes; the driver can read it."""
+        return self._logs / f"group{group}-rank{rank:05d}.log"
+
+    def place(self, slot: int) -> tuple[int, dict]:
+        """The device on its node, and the options of the actor, of a rank.
+
+        Args:
+            slot: number of the rank among those of all groups; they fill the nodes in their order.
+        """
+        if self.nodes is None:
+            return slot, {}
+        node, device = divmod(slot, self.nodes.ranks_per_node)
+        return device, {
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(self._node_ids[node], soft=False)
+        }
 
     def join(self) -> int:
         """Register a group; its number."""
@@ -93,14 +110,64 @@ class RayCluster:
         if self._groups == 0:
             self._close()
 
+    @property
+    def _logs(self) -> Path:
+        return self._folder.path / "logs" if self.nodes is None else Path(self.nodes.logs)
+
+    def _settings(self) -> dict[str, str]:
+        if self.nodes is None:
+            own = {
+                "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+                "RAY_GCS_SERVER_PORT": "0",
+            }
+            return environment(secrets.token_hex(32)) | own
+        interface = self.nodes.interface or interface_of(self.nodes.address)
+        port = {"RAY_GCS_SERVER_PORT": str(self.nodes.port)}
+        return environment(self.nodes.token) | socket_variables(interface) | port
+
+    def _start_head(self) -> None:
+        options = {}
+        if self.nodes is not None:
+            gpus, resources = accelerators(self.nodes.device, self.nodes.ranks_per_node)
+            options = {"num_gpus": gpus, "resources": resources}
+            options |= {"_node_name": self.nodes.names[0], "_node_ip_address": self.nodes.address}
+        in_job = "SLURM_JOB_ID" in os.environ
+        with _own_sigterm_handler(), signals_held() if in_job else contextlib.nullcontext():
+            ray.init(
+                address="local",  # a new instance, whatever RAY_ADDRESS says
+                num_cpus=usable_cpus(),
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="error",
+                _temp_dir=str(self._folder.path / "ray"),
+                **options,
+            )
+
+    def _wait_for_nodes(self) -> list[str]:
+        """Ray's ids of the job's nodes, in their order."""
+        if self.nodes is None:
+            return []
+        deadline = time.monotonic() + REGISTRATION_SECONDS
+        while True:
+            here = {node["NodeName"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            missing = [name for name in self.nodes.names if name not in here]
+            if not missing:
+                return [here[name] for name in self.nodes.names]
+            if time.monotonic() > deadline:
+                raise RayStartError(
+                    f"after {REGISTRATION_SECONDS:.0f} s {', '.join(missing)} did not join the Ray of {self.nodes.names[0]} "
+                    f"at {self.nodes.address}:{self.nodes.port}; does that network reach all nodes (site.devices.<key>.interface)?"
+                )
+            time.sleep(0.2)
+
     def _close(self) -> None:
         with _own_sigterm_handler():
             ray.shutdown()
         reaper.stop(self._reaper)
-        shutil.rmtree(self.folder / "ray", ignore_errors=True)
         if not self._keep_logs:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self._lock)
+            shutil.rmtree(self._logs, ignore_errors=True)
+        self._folder.remove(keep="logs" if self._keep_logs and self.nodes is None else None)
         for name, value in self._environment.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -112,44 +179,6 @@ def _reread_authentication() -> None:
     """Ray reads the mode and the token once, when it is imported, which may have been long ago; it has no public way."""
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
-
-
-def usable_cpus() -> int:
-    """CPUs that this process may use: of its SLURM task, or of its affinity mask, never simply the node's."""
-    cpus = os.environ.get("SLURM_CPUS_PER_TASK")
-    return int(cpus) if cpus else len(os.sched_getaffinity(0))
-
-
-def _private_folder() -> tuple[Path, int]:
-    """A new folder with a short path, and the descriptor of its lock."""
-    for parent in dict.fromkeys([tempfile.gettempdir(), "/tmp"]):
-        longest = len(parent) + 1 + len(PREFIX) + 8 + _SESSION_PART
-        if longest <= LONGEST_SOCKET_PATH and os.access(parent, os.W_OK):
-            _remove_leftovers(Path(parent))
-            folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-            lock = os.open(folder / "new-lock", os.O_CREAT | os.O_RDWR, 0o600)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            (folder / "new-lock").rename(folder / "lock")  # from here on others see it, and see it locked
-            return folder, lock
-    room = LONGEST_SOCKET_PATH - _SESSION_PART - len(PREFIX) - 9
-    raise RayStartError(
-        f"TMPDIR={tempfile.gettempdir()} is too long for Ray's sockets, and /tmp cannot be written: "
-        f"set TMPDIR to a folder whose path has at most {room} bytes"
-    )
-
-
-def _remove_leftovers(parent: Path) -> None:
-    """Remove this user's folders whose driver is gone."""
-    for folder in parent.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):
-            if folder.stat().st_uid != os.getuid():
-                continue
-            descriptor = os.open(folder / "lock", os.O_RDWR)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(descriptor)
 
 
 @contextlib.contextmanager

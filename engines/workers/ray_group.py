@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError, RayError
 
 from engines.workers.group import WorkerError, WorkerGroup
 from engines.workers.host import RankHost, RankPlace
+from engines.workers.nodes import JobNodes
 from engines.workers.ray_cluster import RayCluster
 from engines.workers.spec import RoleSpec
 
@@ -39,9 +40,8 @@ class RankActor(RankHost):
         self._rank, self._world_size = rank, world_size
         super().__init__(specs)
 
-    def open_store(self) -> tuple[str, int]:
+    def open_store(self, loopback: bool) -> tuple[str, int]:
         """Rank 0: open the store where all ranks meet, on a free port; its address."""
-        loopback = os.environ.get("GLOO_SOCKET_IFNAME") == "lo"
         host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
         self._store = dist.TCPStore(host, 0, self._world_size, is_master=True, wait_for_workers=False)
         return host, self._store.port
@@ -59,30 +59,31 @@ class RayGroup(WorkerGroup):
     Args:
         specs: roles of one placement.
         cluster: where the actors live; the group leaves it at shutdown.
-        first_device: of the job's devices, the one of rank 0; those before it belong to other groups.
+        first_slot: of the job's devices, over all its nodes, the one of rank 0; those before it belong to other groups.
     """
 
-    def __init__(self, specs: list[RoleSpec], cluster: RayCluster, first_device: int = 0) -> None:
+    def __init__(self, specs: list[RoleSpec], cluster: RayCluster, first_slot: int = 0) -> None:
         super().__init__(specs)
         self._cluster: RayCluster | None = cluster
         self._failure: WorkerError | None = None
         number = cluster.join()
         size = specs[0].engine.layout.world_size
         self._logs = [cluster.log_file(number, rank) for rank in range(size)]
+        self._loopback = cluster.nodes is None and os.environ["GLOO_SOCKET_IFNAME"] == "lo"
         # Ranks reserve no CPUs: how many there are is the layout's business, and Ray would wait for ever for more.
-        actor = ray.remote(RankActor).options(num_cpus=0, max_restarts=0)
+        actor = ray.remote(num_cpus=0, max_restarts=0)(RankActor)
         threads = torch.get_num_threads()
-        self._actors = [
-            actor.remote(specs, rank, size, first_device + rank, threads, log)
-            for rank, log in enumerate(self._logs)
-        ]
+        self._actors = []
+        for rank, log in enumerate(self._logs):
+            device, place = cluster.place(first_slot + rank)
+            self._actors.append(actor.options(**place).remote(specs, rank, size, device, threads, log))
 
     @property
     def world_size(self) -> int:
         return len(self._logs)
 
     def _initialize(self) -> list[dict[str, RankPlace]]:
-        address = self._wait("open_store", [self._actors[0].open_store.remote()])[0]
+        address = self._wait("open_store", [self._actors[0].open_store.remote(self._loopback)])[0]
         return self._call("join", [address] * self.world_size)
 
     def _call(self, method: str, arguments: list[tuple]) -> list[Any]:
@@ -150,8 +151,8 @@ class RayGroup(WorkerGroup):
 
 
 def start_ray_groups(placements: list[list[RoleSpec]]) -> list[RayGroup]:
-    """One group per placement on one private Ray; the last group's shutdown stops it."""
-    cluster, groups = RayCluster(), []
+    """One group per placement on one private Ray, over all nodes of the job; the last group's shutdown stops it."""
+    cluster, groups = RayCluster(JobNodes.read()), []
     try:
         for specs in placements:
             groups.append(RayGroup(specs, cluster, sum(group.world_size for group in groups)))

@@ -35,6 +35,8 @@ def stop(reaper: subprocess.Popen) -> None:
 
 def main() -> None:
     """Wait until the driver closes the pipe or is gone; end its Ray; when it is gone, remove its folder too."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):  # meant for the driver
+        signal.signal(number, signal.SIG_IGN)
     folder, driver = Path(sys.argv[1]), int(sys.argv[2])
     own_command = _read(driver, "cmdline")
     while os.getppid() == driver and not select.select([sys.stdin], [], [], POLL_S)[0]:

@@ -116,6 +116,20 @@ def test_another_jobs_lock_is_taken_when_slurm_says_that_it_has_ended(tmp_path):
         assert lock.holder().pid == os.getpid()
 
 
+@pytest.mark.parametrize(("final", "taken"), [(False, False), (None, True), (True, True)])
+def test_a_stale_holder_in_a_job_is_not_dead_while_slurm_says_that_the_job_goes_on(tmp_path, final, taken):
+    lock = FolderLock(tmp_path, job_is_final=lambda job: final)
+    write_holder(lock, host="n1", job="7", restart=0)
+    old = time.time() - STALE_SECONDS - 1
+    os.utime(lock.path, (old, old))
+    if taken:
+        with lock:
+            assert lock.holder().pid == os.getpid()
+    else:
+        with pytest.raises(LockHeld, match="SLURM job 7"):
+            lock.acquire()
+
+
 def test_who_lost_its_lock_is_told_at_the_next_heartbeat(tmp_path, monkeypatch):
     monkeypatch.setattr("workflow.campaign.lock.HEARTBEAT_SECONDS", 0.05)
     lost = threading.Event()

@@ -8,11 +8,14 @@ import pytest
 
 from engines.config import ConfigError, parse
 from workflow.campaign.site import SiteConfig, load_site
-from workflow.cluster.environment import enter
+from workflow.cluster.environment import enter, enter_on
+from workflow.cluster.parts import ARGUMENTS as PART
 from workflow.cluster.placement import place
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GOLDEN = Path(__file__).parent / "golden"
+FURTHER = "-further-node"
+"""Of the golden files of what the job's first node starts on another."""
 ARGUMENTS = [
     "-m",
     "workflow.stages",
@@ -87,8 +90,10 @@ CASES = {
     ),
     "cuda-more-memory": ("cuda", NODE, 2, {"memory_factor": 1.5}),
     "cuda-modules": ("cuda", NODE | {"environment": MODULES}, 4, {}),
-    "cuda-apptainer": ("cuda", NODE | {"environment": APPTAINER}, 4, {}),
-    "cuda-pyxis": ("cuda", NODE | {"environment": PYXIS}, 4, {}),
+    "cuda-apptainer": ("cuda", NODE | {"environment": APPTAINER, "scratch": "$TMPDIR"}, 4, {}),
+    "cuda-apptainer-two-nodes": ("cuda", NODE | {"environment": APPTAINER}, 8, {}),
+    "cuda-pyxis": ("cuda", NODE | {"environment": PYXIS, "scratch": "/scratch"}, 4, {}),
+    "cuda-pyxis-two-nodes": ("cuda", NODE | {"environment": PYXIS}, 8, {}),
     "npu-one-node": ("npu", ASCEND, 8, {}),
     "npu-two-nodes": ("npu", ASCEND, 16, {"warning_seconds": 300}),
     "npu-pairs": ("npu", ASCEND | {"gres_multiple": 2}, 1, {}),
@@ -115,21 +120,26 @@ def test_the_batch_script(name):
         output=Path("results/.slurm/%j.log"),
         **asked,
     )
-    script = enter(
-        site.devices[device].environment,
-        ARGUMENTS,
-        folder="/shared/baton",
-        variables={"OMP_NUM_THREADS": "1"},
-        device=device,
-        cpus=request.tasks_per_node * (request.cpus_per_task or 1),
-        cpu_bind=site.devices[device].cpu_bind,
-    )
-    path = GOLDEN / f"{name}.sh"
-    assert request.text(script) == path.read_text(encoding="utf-8")
+    offered = site.devices[device]
+    how = {
+        "folder": "/shared/baton",
+        "scratch": offered.scratch,
+        "variables": {"OMP_NUM_THREADS": "1"},
+        "device": device,
+        "cpus": request.tasks_per_node * (request.cpus_per_task or 1),
+        "cpu_bind": offered.cpu_bind,
+    }
+    texts = {name: request.text(enter(offered.environment, ARGUMENTS, node="n1", **how))}
+    if request.nodes > 1:
+        texts[name + FURTHER] = enter_on("n2", offered.environment, PART, **how)
+    golden = {
+        path.stem: path.read_text(encoding="utf-8") for path in GOLDEN.glob("*.sh") if path.stem in texts
+    }
+    assert texts == golden
 
 
 def test_there_is_no_golden_file_without_a_case():
-    assert {path.stem for path in GOLDEN.glob("*.sh")} == set(CASES)
+    assert {path.stem.removesuffix(FURTHER) for path in GOLDEN.glob("*.sh")} == set(CASES)
 
 
 REFUSED = {

@@ -14,7 +14,6 @@ import torch
 from engines.checkpoint import StateStore
 from engines.training.batch import PackedBatch
 from engines.workers.group import WorkerError, build_groups
-from engines.workers.ray_cluster import PREFIX, RayStartError, _private_folder
 from engines.workers.ray_group import RayGroup
 from engines.workers.spec import total_ranks
 from tests.support.models import save_tiny_model
@@ -158,34 +157,3 @@ def test_nothing_survives_a_killed_driver(model, signum):
     finally:
         driver.kill()
     assert wait_until_gone(started) == set()
-
-
-def test_leftovers_of_dead_drivers_go_and_live_ones_stay(tmp_path, monkeypatch):
-    short = Path("/tmp/bt")
-    short.mkdir(exist_ok=True)
-    monkeypatch.setattr("tempfile.tempdir", str(short))
-    dead, lock = _private_folder()
-    os.close(lock)
-    live, lock = _private_folder()
-    again, other = _private_folder()
-    assert not dead.exists()
-    assert live.exists()
-    assert live.stat().st_mode & 0o777 == 0o700
-    os.close(lock), os.close(other)
-    for folder in short.glob(f"{PREFIX}*"):
-        (folder / "lock").unlink()
-        folder.rmdir()
-    assert not again.exists()
-    short.rmdir()
-
-
-def test_a_temporary_folder_with_a_long_path_is_passed_over_or_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("long" * 20)))
-    folder, lock = _private_folder()
-    assert folder.parent == Path("/tmp")
-    os.close(lock)
-    (folder / "lock").unlink()
-    folder.rmdir()
-    monkeypatch.setattr("os.access", lambda *_: False)
-    with pytest.raises(RayStartError, match="TMPDIR"):
-        _private_folder()

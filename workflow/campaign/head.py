@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ REFUSALS = (
 )  # fmt: skip
 """What makes a campaign stop before its first job; each message is for the person who started it."""
 CODE = RESULTS / ".code"
+GAVE_WAY = 3
+"""Exit code of a head that another one took for dead."""
 
 
 @dataclass
@@ -76,14 +79,17 @@ class Head:
             return site
         return load_site(self.plan.options.get("site") or LOCAL, source_root() / "configs")
 
-    def start(self) -> None:
+    def start(self, job_is_final: Callable[[str], bool | None]) -> None:
         """Before the first job: be the only head, check states, data and disk, copy the source.
+
+        Args:
+            job_is_final: asks SLURM about another head that runs in a job; see :class:`FolderLock`.
 
         Raises:
             LockHeld: another head works in this results folder.
             StatesReleased, ConfigError, DataError, PromptError, DiskFull: nothing has been started.
         """
-        lock = FolderLock(RESULTS, ".head.json")
+        lock = FolderLock(RESULTS, ".head.json", job_is_final, on_lost=_give_way)
         try:
             lock.acquire()
         except LockHeld as error:
@@ -186,6 +192,12 @@ def read_options(config: Mapping[str, Any]) -> CampaignOptions:
     if "campaign" in values:
         values["campaign"] = str(values["campaign"])
     return parse(CampaignOptions, values, path="--config")
+
+
+def _give_way() -> None:
+    """Two heads would submit everything twice. Nothing is cancelled: this one's jobs are the other's now."""
+    print("another head has taken over; this one ends and leaves its jobs to it", file=sys.stderr, flush=True)
+    os._exit(GAVE_WAY)
 
 
 def _point_to(path: Path, link: Path) -> None:

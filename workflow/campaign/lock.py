@@ -15,7 +15,7 @@ from pathlib import Path
 
 HEARTBEAT_SECONDS = 20.0
 STALE_SECONDS = 180.0
-"""A holder on another host that has not touched its lock for so long is taken for dead."""
+"""A holder on another host that has not touched its lock for so long is taken for dead, unless SLURM says that its job goes on."""
 
 
 class LockHeld(RuntimeError):
@@ -43,13 +43,14 @@ class Holder:
 class FolderLock:
     """At most one living process holds the lock of a folder. Use as a context manager, or ``acquire`` and ``release``.
 
-    A requeued job takes its own lock back; another job's is taken when SLURM says that it has ended. SLURM may be wrong about a node
-    that it lost: whoever still works there finds at the next heartbeat that the lock is another's, and must stop.
+    A requeued job takes its own lock back; another job's is taken when SLURM says that it has ended, and not before, however long its
+    heart has not been seen to beat: it may be stopped, or cut off from the file system. SLURM may be wrong about a node that it lost: whoever
+    still works there finds at the next heartbeat that the lock is another's, and must stop.
 
     Args:
         folder: what is locked.
         name: of the lock's file.
-        job_is_final: asks SLURM whether a job has ended; without it a holder on another host is told by its heartbeat alone.
+        job_is_final: asks SLURM whether a job has ended; None when it cannot tell. Without an answer the heartbeat counts.
         on_lost: called from the heartbeat's thread when somebody else has taken the lock.
     """
 
@@ -57,7 +58,7 @@ class FolderLock:
         self,
         folder: Path,
         name: str = "lock.json",
-        job_is_final: Callable[[str], bool] | None = None,
+        job_is_final: Callable[[str], bool | None] | None = None,
         on_lost: Callable[[], None] | None = None,
     ) -> None:
         self.path = Path(folder) / name
@@ -137,11 +138,11 @@ class FolderLock:
             return False  # SLURM ends one start of a job before it begins the next
         if holder.host == myself.host:
             return holder.pid != os.getpid() and process_start(holder.pid) == holder.started
-        if time.time() - self.path.stat().st_mtime >= STALE_SECONDS:
-            return False
-        if holder.job in (None, myself.job) or self._job_is_final is None:
-            return True
-        return not self._job_is_final(holder.job)
+        if holder.job not in (None, myself.job) and self._job_is_final is not None:
+            final = self._job_is_final(holder.job)
+            if final is not None:
+                return not final
+        return time.time() - self.path.stat().st_mtime < STALE_SECONDS
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):

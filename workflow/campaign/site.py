@@ -55,7 +55,8 @@ class StageEnvironment(Config):
     image: str | None = None
     """apptainer: the image's file. pyxis: an image, as --container-image takes it."""
     mounts: list[str] = []
-    """Host folders that the container sees, ``/host`` or ``/host:/inside``. The folder the workflow runs in is always mounted."""
+    """Host folders that the container sees, ``/host`` or ``/host:/inside``. The folder the workflow runs in
+    and ``scratch`` are always mounted."""
     options: list[str] = []
     """Further options of ``apptainer exec``, or for pyxis of ``srun``."""
     python: str = "python"
@@ -143,7 +144,7 @@ class DeviceSite(Config):
     environment: StageEnvironment = StageEnvironment()
     """The environment of the stages."""
     scratch: str = "/tmp"
-    """Folder for a job's temporary files, best on the node itself; variables are expanded there."""
+    """Folder for a job's temporary files and what it compiles, best on the node itself; the job's variables are expanded there."""
     interface: str | None = None
     """Network interface between nodes; found from the route between them when not set."""
     internet: MaybeBool = UNKNOWN

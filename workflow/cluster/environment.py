@@ -25,8 +25,10 @@ def enter(
     arguments: Sequence[str],
     *,
     folder: str,
+    scratch: str = "/tmp",
     variables: Mapping[str, str] | None = None,
     device: str = "cpu",
+    node: str | None = None,
     cpus: int | None = None,
     cpu_bind: str | None = None,
     key: str = "environment",
@@ -36,9 +38,11 @@ def enter(
     Args:
         arguments: of the interpreter, such as ``-m workflow.stages train --plan ...``.
         folder: in which the workflow runs: an absolute path that every node sees.
+        scratch: TMPDIR, with variables, expanded before anything else.
         variables: exported after modules and set-up, so that they win.
         device: what is computed on: cuda needs a container to be opened to the driver.
-        cpus: of the node's share, for the step that pyxis starts.
+        node: on which pyxis starts its step; SLURM's choice among the job's when None.
+        cpus: of the node's share, for that step.
         cpu_bind: ``srun --cpu-bind`` of that step.
         key: path of the environment in the site file, for messages.
 
@@ -48,7 +52,12 @@ def enter(
     for name in ("path", "image"):
         if getattr(environment, name) == UNKNOWN:
             raise ConfigError(f"{key}.{name} is unknown: set it in the site file (`baton doctor` checks it)")
-    lines = [_REFUSE, f"cd {quote(folder)} || refuse folder"]
+    lines = [
+        _REFUSE,
+        f"cd {quote(folder)} || refuse folder",
+        f"export TMPDIR={_path(scratch)}",
+        f'[ -w "$TMPDIR" ] || refuse {quote(f"scratch {scratch}")}',
+    ]
     if environment.modules:
         lines.append(_MODULE)
         lines += [
@@ -60,37 +69,55 @@ def enter(
     lines += [f"export {name}={quote(value)}" for name, value in (variables or {}).items()]
     python = sys.executable if environment.kind == "none" else environment.python
     command = [
-        *_container(environment, folder, device, cpus, cpu_bind),
+        *_container(environment, [folder, scratch], device, step_words(node, cpus, cpu_bind)),
         quote(python),
         *map(quote, arguments),
     ]
     return "\n".join([*lines, " ".join(["exec", *command])]) + "\n"
 
 
+def enter_on(node: str, environment: StageEnvironment, arguments: Sequence[str], **how) -> str:
+    """The shell script that does what :func:`enter` does on another node of the job; the rest as there.
+
+    It ends when that does, with its exit code, and hands its standard input on.
+    """
+    script = enter(environment, arguments, node=node, **how)
+    if environment.kind == "pyxis":
+        return script
+    step = step_words(node, how.get("cpus"), how.get("cpu_bind"))
+    return " ".join(["exec", *step, "bash", "-c", quote(script)]) + "\n"
+
+
+def step_words(node: str | None, cpus: int | None, cpu_bind: str | None) -> list[str]:
+    """One process, beside whatever else of the job is there, with all that the job has on its node."""
+    words = ["srun", "--nodes=1", "--ntasks=1", "--overlap"]
+    words += [] if node is None else [f"--nodelist={quote(node)}"]
+    words += [] if cpus is None else [f"--cpus-per-task={cpus}"]
+    return words + ([] if cpu_bind is None else [f"--cpu-bind={quote(cpu_bind)}"])
+
+
 def _container(
-    environment: StageEnvironment, folder: str, device: str, cpus: int | None, cpu_bind: str | None
+    environment: StageEnvironment, folders: Sequence[str], device: str, step: Sequence[str]
 ) -> list[str]:
-    """The words before the interpreter."""
+    """The words before the interpreter; ``folders`` are mounted, and the first is where it runs."""
+    mounts = [*folders, *environment.mounts]
     if environment.kind == "apptainer":
         words = ["apptainer", "exec", *(["--nv"] if device == "cuda" else [])]
-        words += [f"--bind {_path(mount)}" for mount in (folder, *environment.mounts)]
-        return [*words, f"--pwd {quote(folder)}", *map(quote, environment.options), _path(environment.image)]
+        words += [f"--bind {_path(mount)}" for mount in dict.fromkeys(mounts)]
+        return [
+            *words,
+            f"--pwd {quote(folders[0])}",
+            *map(quote, environment.options),
+            _path(environment.image),
+        ]
     if environment.kind == "pyxis":
-        # One driver on the job's first node, with all that the job has there.
+        both = dict.fromkeys(mount if ":" in mount else f"{mount}:{mount}" for mount in mounts)
         words = [
-            "srun",
-            "--nodes=1",
-            "--ntasks=1",
-            "--overlap",
-            *([] if cpus is None else [f"--cpus-per-task={cpus}"]),
-        ]
-        words += [] if cpu_bind is None else [f"--cpu-bind={quote(cpu_bind)}"]
-        mounts = [mount if ":" in mount else f"{mount}:{mount}" for mount in (folder, *environment.mounts)]
-        words += [
+            *step,
             f"--container-image={_path(environment.image)}",
-            f"--container-mounts={','.join(map(_path, mounts))}",
+            f"--container-mounts={','.join(map(_path, both))}",
         ]
-        return [*words, f"--container-workdir={quote(folder)}", *map(quote, environment.options)]
+        return [*words, f"--container-workdir={quote(folders[0])}", *map(quote, environment.options)]
     return []
 
 

@@ -34,6 +34,7 @@ from workflow.cluster.states import (
     JobState,
     StateWatch,
     classify,
+    failed_nodes,
     find_jobs,
     last_lines,
     settled,
@@ -310,6 +311,8 @@ class StageJobs:
             registry=str(job.folder.path.absolute()),
             arguments=job.command.arguments,
             variables=job.command.variables,
+            nodes=request.nodes,
+            ranks_per_node=request.tasks_per_node,
             device=spec.device.computed,
             site_key=f"site.devices.{key}",
             offered=self._site.devices[key],
@@ -369,7 +372,9 @@ class StageJobs:
         if job.record is not None:
             changes: dict[str, object] = {"failure": str(kind)}
             if kind == FailureClass.NODE_FAIL and job.state.nodes:
-                changes["excluded"] = sorted({*job.record.excluded, *expand_nodes(job.state.nodes)})
+                changes["excluded"] = sorted(
+                    {*job.record.excluded, *failed_nodes(expand_nodes(job.state.nodes))}
+                )
             if kind == FailureClass.OUT_OF_MEMORY:
                 changes["memory_factor"] = job.record.memory_factor * 2
             job.folder.write(job.record, **changes)

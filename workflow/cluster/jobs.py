@@ -67,6 +67,7 @@ Outcome = Literal[
     "requeue refused",
     "stopped",
     "stopped by user",
+    "node lost",
 ]
 
 

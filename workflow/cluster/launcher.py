@@ -15,19 +15,27 @@ import socket
 import subprocess
 import sys
 import time
+from functools import cached_property
 from pathlib import Path
 
 from engines.config import Config, ConfigError, parse
+from engines.workers.nodes import NodesUnreachable
+from engines.workers.private_folder import NoShortFolder, PrivateFolder
 from workflow.campaign.site import DeviceSite
 from workflow.cluster.devices import DevicesUnclear, device_variables, query_allocation, visible_devices
-from workflow.cluster.environment import enter
+from workflow.cluster.environment import enter, enter_on
 from workflow.cluster.jobs import EndRecord, StartRecord, write_end, write_start
+from workflow.cluster.parts import ARGUMENTS, NodeParts, NodesUnclear, allocated, meeting_point
 from workflow.cluster.slurm import SlurmLimit, SlurmRefused, SlurmUnavailable, slurm
 
 PUBLISHED, OWN_ERROR, REFUSED, STOPPED, STOPPED_BY_USER = 0, 1, 64, 75, 76
 """Exit codes of a stage; see workflow.stages.runner."""
 WARNED_EARLY = 90.0
 """Seconds by which SLURM's warning before a time limit may come early; a warning still earlier has another reason: preemption."""
+LOST_SECONDS = 15.0
+"""For a stage to see by itself that a node is lost, and for this process to see why a stage ended."""
+SCRATCH = "baton-job-"
+"""Of a job's folder on its first node."""
 UNPROGRESSED_STARTS = 2
 """Starts without a new step after which a job is not requeued again."""
 _STOP_CODES = (STOPPED, -signal.SIGUSR2, -signal.SIGTERM, 128 + signal.SIGUSR2, 128 + signal.SIGTERM)
@@ -49,6 +57,8 @@ class Task(Config):
     """Of the interpreter: ``-m workflow.stages ...``."""
     variables: dict[str, str]
     """Environment of the stage."""
+    nodes: int
+    ranks_per_node: int
     device: str
     """Device key that is computed on."""
     site_key: str
@@ -102,10 +112,39 @@ class _Start:
             signal.signal(number, self._receive)
         signal.signal(signal.SIGCONT, signal.SIG_IGN)
         try:
-            script = self._script()
-        except (ConfigError, DevicesUnclear) as error:
+            scratch = PrivateFolder(SCRATCH, parent=os.path.expandvars(task.offered.scratch))
+        except NoShortFolder as error:
+            return self._end("refused", REFUSED, f"{task.site_key}.scratch={task.offered.scratch}: {error}")
+        try:
+            return self._run_stage(scratch)
+        finally:
+            scratch.remove()
+
+    def _run_stage(self, scratch: PrivateFolder) -> int:
+        task, parts = self._task, None
+        variables = dict(task.variables)
+        # Of this start: what a killed one left there is nobody's.
+        folder = Path(task.registry, self._job, f"start{self._restart}")
+        try:
+            cpus = allocated(task.nodes)
+            if task.nodes > 1:
+                interface = task.offered.interface
+                variables |= meeting_point([*cpus], task.ranks_per_node, task.device, interface, folder)
+            scripts = {node: self._script(node, cpus[node], variables, scratch) for node in cpus}
+        except (ConfigError, DevicesUnclear, NodesUnclear, NodesUnreachable) as error:
             return self._end("refused", REFUSED, str(error))
-        code = self._wait(subprocess.Popen(["bash", "-c", script], cwd=task.folder))
+        if task.nodes > 1:
+            parts = NodeParts([*cpus], scripts.__getitem__, folder)
+        try:
+            code = self._wait(subprocess.Popen(["bash", "-c", scripts[self._node]], cwd=task.folder), parts)
+            return self._judge(code, parts)
+        finally:
+            if parts is not None:
+                parts.end()
+
+    def _judge(self, code: int, parts: NodeParts | None) -> int:
+        """What the stage's end means."""
+        task = self._task
         if code == PUBLISHED or Path(task.folder, task.manifest).exists():  # ended while it was leaving
             return self._end("published", PUBLISHED)
         if code == REFUSED:
@@ -114,34 +153,48 @@ class _Start:
             return self._end("stopped by user", code)
         if code in _STOP_CODES and (self._told or self._terminated):
             return self._stopped(code)
+        if parts is not None and (reason := self._lost(parts)):
+            return self._end("node lost", code, reason)
         return self._end("stopped" if code == STOPPED else "error", code)
 
-    def _script(self) -> str:
+    def _script(self, node: str, cpus: int, variables: dict[str, str], scratch: PrivateFolder) -> str:
+        """What runs on a node: the stage on this one, what joins it on the others."""
         task, offered = self._task, self._task.offered
-        variables = dict(task.variables)
+        first = node == self._node
+        if first:
+            variables = variables | scratch.caches()
         if task.device != "cpu":
-            text = query_allocation(self._job)
-            variables |= device_variables(
-                task.device, visible_devices(text, self._node, task.device, offered)
-            )
-        return enter(
-            offered.environment,
-            task.arguments,
-            folder=task.folder,
-            variables=variables,
-            device=task.device,
-            cpus=int(os.environ["SLURM_CPUS_ON_NODE"]) if "SLURM_CPUS_ON_NODE" in os.environ else None,
-            cpu_bind=offered.cpu_bind,
-            key=f"{task.site_key}.environment",
-        )
+            devices = visible_devices(self._allocation, node, task.device, offered)
+            variables = variables | device_variables(task.device, devices)
+        how = {
+            "folder": task.folder,
+            "scratch": offered.scratch,
+            "variables": variables,
+            "device": task.device,
+            "cpus": cpus,
+            "cpu_bind": offered.cpu_bind,
+            "key": f"{task.site_key}.environment",
+        }
+        if first:
+            return enter(offered.environment, task.arguments, node=node, **how)
+        return enter_on(node, offered.environment, ARGUMENTS, **how)
 
-    def _wait(self, child: subprocess.Popen) -> int:
+    @cached_property
+    def _allocation(self) -> str:
+        return query_allocation(self._job)
+
+    def _wait(self, child: subprocess.Popen, parts: NodeParts | None) -> int:
         """The stage's exit code; until then, pass on what this process is told, when it is time."""
-        passed_term = False
+        passed_term, lost = False, None
         while True:
             if self._warned:
                 self._warned = False
                 self._tell_at = self._warning_time()
+            if parts is not None:
+                self._terminated |= parts.told_to_end()
+                lost = lost or (time.monotonic() if parts.lost() else None)
+                if lost and time.monotonic() > lost + LOST_SECONDS:
+                    child.kill()
             if self._terminated and not passed_term:
                 passed_term = True
                 child.send_signal(signal.SIGTERM)
@@ -153,6 +206,13 @@ class _Start:
                 return child.wait(timeout=0.5)
             except subprocess.TimeoutExpired:
                 continue
+
+    def _lost(self, parts: NodeParts) -> str:
+        """Why a node is lost: the stage may have seen it before this process can."""
+        deadline = time.monotonic() + LOST_SECONDS
+        while not (reason := parts.lost()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return reason
 
     def _receive(self, number: int, frame: object) -> None:
         if number == signal.SIGTERM:

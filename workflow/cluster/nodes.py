@@ -25,6 +25,19 @@ def _expand(name: str) -> list[str]:
     return [f"{head}{number}{rest}" for number in expand_numbers(match.group(1)) for rest in tail]
 
 
+def expand_counts(text: str) -> list[int]:
+    """A number for each node, out of SLURM's short spelling ``8(x2),4``.
+
+    >>> expand_counts("8(x2),4")
+    [8, 8, 4]
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        number, _, times = part.partition("(x")
+        counts += [int(number)] * int(times.rstrip(")") or 1)
+    return counts
+
+
 def expand_numbers(text: str) -> list[str]:
     """The numbers of ``1-3,08``, with their leading zeros.
 

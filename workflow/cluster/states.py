@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -54,6 +55,10 @@ class JobState:
     def final(self) -> bool:
         """Whether the job has ended and will not be requeued by itself."""
         return self.state in FINAL or self.state == GONE
+
+
+_UNFIT = re.compile(r"down|drain|fail|boot|\*$", re.IGNORECASE)
+"""Of a node's state in sinfo; the star says that it does not respond."""
 
 
 class StateWatch:
@@ -110,9 +115,22 @@ def controller_states(jobs: list[str]) -> dict[str, JobState]:
     return found
 
 
-def job_is_final(job: str) -> bool:
-    """Whether SLURM says that a job has ended; False when it cannot be asked."""
-    return StateWatch().query([job])[job].final
+def job_is_final(job: str) -> bool | None:
+    """Whether SLURM says that a job has ended; None when it cannot be asked."""
+    state = StateWatch().query([job])[job]
+    return None if state.state == UNKNOWN else state.final
+
+
+def failed_nodes(names: list[str]) -> list[str]:
+    """Which of a job's nodes made SLURM end it as NODE_FAIL: the only one, else those that it takes no jobs for now."""
+    if len(names) == 1:
+        return names
+    try:
+        text = slurm("sinfo", "-N", "-h", "-o", "%N|%T", "-n", ",".join(names))
+    except (SlurmUnavailable, SlurmRefused):
+        return []
+    states = dict(line.split("|") for line in text.splitlines())
+    return [name for name in names if _UNFIT.search(states.get(name, ""))]
 
 
 def find_jobs(name: str) -> list[str]:
@@ -165,6 +183,7 @@ _BY_STATE = {
 }
 _BY_OUTCOME = {
     "no progress": FailureClass.NO_PROGRESS,
+    "node lost": FailureClass.NODE_FAIL,
     "refused": FailureClass.REFUSED,
     "requeue refused": FailureClass.TIMEOUT,
     "requeued": FailureClass.PREEMPTED,
@@ -175,7 +194,7 @@ _BY_OUTCOME = {
 
 def settled(end: EndRecord | None) -> bool:
     """Whether the launcher's record tells the failure by itself, without SLURM's state."""
-    if end is None or end.terminated or end.outcome in ("published", "requeued"):
+    if end is None or end.terminated or end.outcome in ("published", "requeued", "node lost"):
         return False
     return end.outcome != "error" or end.code not in KILL_SIGNALS
 

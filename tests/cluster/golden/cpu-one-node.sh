@@ -13,6 +13,8 @@
 
 refuse() { echo "the environment cannot be entered: $1" >&2; exit 64; }
 cd /shared/baton || refuse folder
+export TMPDIR="/tmp"
+[ -w "$TMPDIR" ] || refuse 'scratch /tmp'
 source "/shared/venv"/bin/activate || refuse venv
 export OMP_NUM_THREADS=1
 exec python -m workflow.stages train --plan results/demo/plan-0123.json --id 0123456789abcdef --step 20

@@ -16,7 +16,9 @@
 
 refuse() { echo "the environment cannot be entered: $1" >&2; exit 64; }
 cd /shared/baton || refuse folder
+export TMPDIR="$TMPDIR"
+[ -w "$TMPDIR" ] || refuse 'scratch $TMPDIR'
 type module >/dev/null 2>&1 || source /etc/profile
 module load apptainer || refuse 'module apptainer'
 export OMP_NUM_THREADS=1
-exec apptainer exec --nv --bind "/shared/baton" --bind "$SCRATCH" --pwd /shared/baton --cleanenv "/shared/cuda.sif" python -m workflow.stages train --plan results/demo/plan-0123.json --id 0123456789abcdef --step 20
+exec apptainer exec --nv --bind "/shared/baton" --bind "$TMPDIR" --bind "$SCRATCH" --pwd /shared/baton --cleanenv "/shared/cuda.sif" python -m workflow.stages train --plan results/demo/plan-0123.json --id 0123456789abcdef --step 20

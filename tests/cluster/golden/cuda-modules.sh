@@ -16,6 +16,8 @@
 
 refuse() { echo "the environment cannot be entered: $1" >&2; exit 64; }
 cd /shared/baton || refuse folder
+export TMPDIR="/tmp"
+[ -w "$TMPDIR" ] || refuse 'scratch /tmp'
 type module >/dev/null 2>&1 || source /etc/profile
 module load CUDA/12 || refuse 'module CUDA/12'
 module load Python/3.11 || refuse 'module Python/3.11'

@@ -16,5 +16,7 @@
 
 refuse() { echo "the environment cannot be entered: $1" >&2; exit 64; }
 cd /shared/baton || refuse folder
+export TMPDIR="/scratch"
+[ -w "$TMPDIR" ] || refuse 'scratch /scratch'
 export OMP_NUM_THREADS=1
-exec srun --nodes=1 --ntasks=1 --overlap --cpus-per-task=64 --cpu-bind=cores --container-image="/shared/cuda.sqsh" --container-mounts="/shared/baton:/shared/baton","/scratch:/scratch" --container-workdir=/shared/baton python -m workflow.stages train --plan results/demo/plan-0123.json --id 0123456789abcdef --step 20
+exec srun --nodes=1 --ntasks=1 --overlap --nodelist=n1 --cpus-per-task=64 --cpu-bind=cores --container-image="/shared/cuda.sqsh" --container-mounts="/shared/baton:/shared/baton","/scratch:/scratch" --container-workdir=/shared/baton python -m workflow.stages train --plan results/demo/plan-0123.json --id 0123456789abcdef --step 20

@@ -16,6 +16,8 @@
 
 refuse() { echo "the environment cannot be entered: $1" >&2; exit 64; }
 cd /shared/baton || refuse folder
+export TMPDIR="/tmp"
+[ -w "$TMPDIR" ] || refuse 'scratch /tmp'
 source /usr/local/Ascend/ascend-toolkit/set_env.sh
 source "/shared/venv"/bin/activate || refuse venv
 export OMP_NUM_THREADS=1

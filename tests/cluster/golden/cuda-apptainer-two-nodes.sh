@@ -1,0 +1,24 @@
+#!/bin/bash
+#SBATCH --job-name=baton:train:0123456789abcdef-step000020
+#SBATCH --comment=baton:train:0123456789abcdef-step000020
+#SBATCH --partition=gpu
+#SBATCH --account=proj42
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=16
+#SBATCH --mem=491520M
+#SBATCH --gres=gpu:a100:4
+#SBATCH --time=1-00:00:00
+#SBATCH --signal=B:USR2@60
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=results/.slurm/%j.log
+
+refuse() { echo "the environment cannot be entered: $1" >&2; exit 64; }
+cd /shared/baton || refuse folder
+export TMPDIR="/tmp"
+[ -w "$TMPDIR" ] || refuse 'scratch /tmp'
+type module >/dev/null 2>&1 || source /etc/profile
+module load apptainer || refuse 'module apptainer'
+export OMP_NUM_THREADS=1
+exec apptainer exec --nv --bind "/shared/baton" --bind "/tmp" --bind "$SCRATCH" --pwd /shared/baton --cleanenv "/shared/cuda.sif" python -m workflow.stages train --plan results/demo/plan-0123.json --id 0123456789abcdef --step 20
