@@ -40,6 +40,8 @@ def test_the_launcher_passes_on_that_a_person_stopped_the_stage(tmp_path, spec):
         registry=str(folder.path),
         arguments=["-c", "raise SystemExit(76)"],
         variables={},
+        nodes=1,
+        ranks_per_node=1,
         device="cpu",
         site_key="site.devices.npu",
         offered=load_site("mini", ROOT / "configs").devices["npu"],
@@ -51,6 +53,7 @@ def test_the_launcher_passes_on_that_a_person_stopped_the_stage(tmp_path, spec):
     )
     command = "import sys; from workflow.cluster.launcher import launch; launch(sys.argv[1])"
     environment = os.environ | {"SLURM_JOB_ID": "1", "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    environment |= {"SLURMD_NODENAME": "n1", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_CPUS_PER_NODE": "2"}
     done = subprocess.run(
         [sys.executable, "-c", command, json.dumps(task.model_dump(mode="json"))], env=environment
     )

@@ -38,6 +38,8 @@ SCRATCH = "baton-job-"
 """Of a job's folder on its first node."""
 UNPROGRESSED_STARTS = 2
 """Starts without a new step after which a job is not requeued again."""
+_OWN_WORD = (PUBLISHED, REFUSED, STOPPED, STOPPED_BY_USER)
+"""How a stage ends that nothing has disturbed, or that saved its state."""
 _STOP_CODES = (STOPPED, -signal.SIGUSR2, -signal.SIGTERM, 128 + signal.SIGUSR2, 128 + signal.SIGTERM)
 """How a stage ends that was stopped: by itself, or, before it listened, by the signal."""
 
@@ -116,33 +118,38 @@ class _Start:
         except NoShortFolder as error:
             return self._end("refused", REFUSED, f"{task.site_key}.scratch={task.offered.scratch}: {error}")
         try:
-            return self._run_stage(scratch)
+            code, lost = self._run_stage(scratch)
+        except (ConfigError, DevicesUnclear, NodesUnclear, NodesUnreachable) as error:
+            return self._end("refused", REFUSED, str(error))
         finally:
             scratch.remove()
+        return self._judge(code, lost)
 
-    def _run_stage(self, scratch: PrivateFolder) -> int:
+    def _run_stage(self, scratch: PrivateFolder) -> tuple[int, str]:
+        """Run the stage here and what joins it on further nodes; its exit code, and which node was lost, if that ended it.
+
+        Raises:
+            ConfigError, DevicesUnclear, NodesUnclear, NodesUnreachable: nothing was started.
+        """
         task, parts = self._task, None
         variables = dict(task.variables)
         # Of this start: what a killed one left there is nobody's.
         folder = Path(task.registry, self._job, f"start{self._restart}")
-        try:
-            cpus = allocated(task.nodes)
-            if task.nodes > 1:
-                interface = task.offered.interface
-                variables |= meeting_point([*cpus], task.ranks_per_node, task.device, interface, folder)
-            scripts = {node: self._script(node, cpus[node], variables, scratch) for node in cpus}
-        except (ConfigError, DevicesUnclear, NodesUnclear, NodesUnreachable) as error:
-            return self._end("refused", REFUSED, str(error))
+        cpus = allocated(task.nodes)
+        if task.nodes > 1:
+            interface = task.offered.interface
+            variables |= meeting_point([*cpus], task.ranks_per_node, task.device, interface, folder)
+        scripts = {node: self._script(node, cpus[node], variables, scratch) for node in cpus}
         if task.nodes > 1:
             parts = NodeParts([*cpus], scripts.__getitem__, folder)
         try:
             code = self._wait(subprocess.Popen(["bash", "-c", scripts[self._node]], cwd=task.folder), parts)
-            return self._judge(code, parts)
+            return code, "" if parts is None or code in _OWN_WORD else self._lost(parts)
         finally:
             if parts is not None:
                 parts.end()
 
-    def _judge(self, code: int, parts: NodeParts | None) -> int:
+    def _judge(self, code: int, lost: str) -> int:
         """What the stage's end means."""
         task = self._task
         if code == PUBLISHED or Path(task.folder, task.manifest).exists():  # ended while it was leaving
@@ -153,8 +160,8 @@ class _Start:
             return self._end("stopped by user", code)
         if code in _STOP_CODES and (self._told or self._terminated):
             return self._stopped(code)
-        if parts is not None and (reason := self._lost(parts)):
-            return self._end("node lost", code, reason)
+        if lost:
+            return self._end("node lost", code, lost)
         return self._end("stopped" if code == STOPPED else "error", code)
 
     def _script(self, node: str, cpus: int, variables: dict[str, str], scratch: PrivateFolder) -> str:
