@@ -79,8 +79,8 @@ class Attempt(Config):
     """Training: first step of this start."""
     last_step: int | None = None
     """Training: last step of this start."""
-    end: Literal["published", "stopped", "refused", "error", "killed"]
-    """How it ended; killed is told by the start after it."""
+    end: Literal["published", "stopped", "refused", "error", "killed", "withdrawn"]
+    """How it ended. The start after it tells what it could not: killed; withdrawn, when what it published was damaged later."""
     seconds: float = Field(ge=0)
     """Wall time (0 when killed: nobody was left to measure)."""
 

@@ -193,6 +193,22 @@ def test_on_ray_too_a_killed_rank_and_a_killed_head_change_nothing(prepared, tmp
     assert ends == [["error", "published"], ["killed", "published"]]
 
 
+def test_a_published_state_that_was_damaged_is_passed_over_and_made_good(prepared, tmp_path):
+    plan, path = workspace(prepared, tmp_path / "run", 3)
+    folder, spec = tmp_path / "run", plan.stages[plan.runs["grpo"].stages["train"]]
+    finish(folder, path, "train", spec.id, 2)
+    state = folder / spec.output_folder(2)
+    shards = state / "actor" / "rank00000.safetensors"
+    whole = shards.read_bytes()
+    shards.write_bytes(whole[:-1])
+    finish(folder, path, "train", spec.id, 4)
+    log = (folder / spec.log(4)).read_text()
+    assert f"Damaged training state passed over: {spec.output_folder(2)}/actor/rank00000.safetensors" in log
+    assert shards.read_bytes() == whole
+    assert verify(folder / spec.manifest(4)).problems == []
+    assert [line["step"] for line in read_metrics(folder / spec.folder / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
 def test_a_stop_request_saves_and_the_same_command_continues(prepared, tmp_path):
     plan, path = workspace(prepared, tmp_path / "stopped", 1)
     folder, spec = tmp_path / "stopped", plan.stages[plan.runs["grpo"].stages["train"]]

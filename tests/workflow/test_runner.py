@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -51,7 +52,8 @@ def test_a_stage_publishes_once(project, planned):
     weights = next((output / "model").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     assert stage(project, path, spec).returncode == PUBLISHED
-    assert ends(spec) == ["published", "published"]
+    assert ends(spec) == ["published", "withdrawn", "published"]
+    assert [a.end for a in read_manifest(output / MANIFEST).attempts] == ["withdrawn", "published"]
     assert read_manifest(output / MANIFEST).digest == manifest.digest
 
 
@@ -98,6 +100,25 @@ def test_a_stage_that_is_not_what_was_planned_is_refused(project, planned):
     assert "is not what was planned" in done.stderr
 
 
+def test_a_data_file_that_has_changed_is_refused_with_both_digests(project):
+    rows = Path("rows.jsonl")
+    rows.write_text(
+        "".join(json.dumps({"question": f"{i} + 1", "answer": str(i + 1)}) + "\n" for i in range(32))
+    )
+    words = "data=files data.train_file=rows.jsonl data.heldout_file=rows.jsonl"
+    plan, _ = plan_campaign(read_options({"campaign": "quick", "set": words}), project.folder)
+    path = write_plan(plan, Path("results/quick"))
+    spec = plan.stages[plan.runs["good"].stages["convert"]]
+    before = hashlib.sha256(rows.read_bytes()).hexdigest()
+    rows.write_text(rows.read_text().replace("31 + 1", "31 + 2"))
+    done = stage(project, path, spec)
+    assert done.returncode == REFUSED
+    assert "data.train_file='rows.jsonl' has changed since it was planned" in done.stderr
+    assert before in done.stderr
+    assert hashlib.sha256(rows.read_bytes()).hexdigest() in done.stderr
+    assert not Path(spec.folder).exists()
+
+
 @pytest.mark.parametrize("more", [["--step", "1"], ["--id", "no-such-stage"]])
 def test_what_the_plan_does_not_have_is_refused(project, planned, more):
     _, path, spec = planned
@@ -106,7 +127,24 @@ def test_what_the_plan_does_not_have_is_refused(project, planned, more):
     assert "the plan" in done.stderr
 
 
-def test_a_damaged_input_is_refused_by_name(project, planned):
+def test_a_kill_before_the_manifest_is_there_was_no_publication(project, planned):
+    _, path, spec = planned
+    source = project.folder / "workflow" / "stages" / "runner.py"
+    text = source.read_text()
+    line = "    write_manifest(context.output / TWIN, manifest)\n"
+    assert text.count(line) == 1
+    source.write_text(text.replace(line, "    os.kill(os.getpid(), 9)\n"))
+    plan, _ = plan_campaign(read_options({"campaign": "quick"}), project.folder)
+    killed = write_plan(plan, Path("results/quick"))
+    assert stage(project, killed, spec).returncode == -9
+    assert ends(spec) == []
+    source.write_text(text)
+    assert stage(project, path, spec).returncode == PUBLISHED
+    assert ends(spec) == ["killed", "published"]
+    assert [a.end for a in read_manifest(Path(spec.manifest())).attempts] == ["killed", "published"]
+
+
+def test_a_damaged_input_is_refused_by_name_and_the_same_command_makes_it_anew(project, planned):
     plan, path, spec = planned
     assert stage(project, path, spec).returncode == PUBLISHED
     weights = next(Path(spec.folder, "model").glob("*.safetensors"))
@@ -116,6 +154,10 @@ def test_a_damaged_input_is_refused_by_name(project, planned):
     assert done.returncode == REFUSED
     assert str(weights) in done.stderr
     assert json.loads(Path(sft.failure()).read_text())["class"] == "StageRefused"
+    assert not Path(spec.manifest()).exists()
+    assert stage(project, path, spec).returncode == PUBLISHED
+    assert ends(spec) == ["published", "withdrawn", "published"]
+    assert stage(project, path, sft).returncode == PUBLISHED
 
 
 def test_a_folder_in_use_is_waited_for(project, planned):

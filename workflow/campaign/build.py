@@ -12,7 +12,7 @@ from engines.workers.spec import total_ranks
 from workflow.campaign.code import code_digest, environment_digest
 from workflow.campaign.compose import RunOverrides, compose_run, load_campaign, run_overrides
 from workflow.campaign.forecast import ModelFacts, kept_states, read_model, states_bytes, weights_bytes
-from workflow.campaign.identity import Content, Identity, identify
+from workflow.campaign.identity import Content, Identity, contents, identify
 from workflow.campaign.overrides import override_keys, read_overrides
 from workflow.campaign.paths import cut, replaced
 from workflow.campaign.placement import check_roles, place
@@ -252,6 +252,7 @@ def _prepare(stage: Stage, run: PlannedRun, plain: dict[str, Any]) -> tuple[Cont
     backends = {_role(path): engine.backend for path, engine in engines.items()}
     fields = {
         "config": cut(plain, (*reads, *stage.settings)),
+        "contents": contents(cut(plain, reads)),
         "device": device,
         "layout": layout,
         "world_size": total_ranks(engines) if in_groups else 1,

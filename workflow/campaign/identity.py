@@ -80,11 +80,23 @@ def by_content(values: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: what a key names is not there.
     """
     result = dict(values)
-    for path, digest in _CONTENT_PATHS.items():
-        value = lookup(result, path)
-        if value is not ABSENT and value is not None:
-            result = replaced(result, path, digest(path, value))
+    for path, digest in contents(values).items():
+        result = replaced(result, path, digest)
     return result
+
+
+def contents(values: Mapping[str, Any]) -> dict[str, str]:
+    """For each config path of a slice that names something on this machine: a digest of what is there now.
+
+    Raises:
+        ConfigError: what a key names is not there.
+    """
+    found = {path: lookup(values, path) for path in _CONTENT_PATHS}
+    return {
+        path: _CONTENT_PATHS[path](path, value)
+        for path, value in found.items()
+        if value not in (ABSENT, None)
+    }
 
 
 def digest_path(path: Path) -> str:

@@ -42,6 +42,8 @@ class StageSpec(Config):
     """Identity without backend, device, layout, dtype and threads, hex."""
     config: dict[str, Any]
     """The declared slice of the run, paths as they are on this machine."""
+    contents: dict[str, str] = {}
+    """Of the config paths that name a file, folder, package or function: digests of what was there."""
     inputs: dict[str, InputRef] = {}
     device: Device
     layout: LayoutConfig = LayoutConfig()

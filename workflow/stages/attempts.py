@@ -26,10 +26,11 @@ class AttemptLog:
         self._path = folder / ATTEMPTS
         self._segment = step
         earlier = self._read()
-        self._close_killed(earlier, log)
+        self._close(earlier, log)
         self._number = max(earlier, default=0) + 1
         self._first: int | None = None
         self._last: int | None = None
+        self._ending: dict[str, Any] | None = None
         self._begun = time.time()
         self._append(
             {
@@ -56,25 +57,34 @@ class AttemptLog:
         self._first = step if self._first is None else self._first
         self._last = step
 
+    def will_end(self, end: str) -> None:
+        """How this start will have ended for ``all``, when a manifest has to say it before it is true."""
+        self._ending = self._ended(end)
+
     def end(self, end: str) -> None:
         """Note how this start ended."""
-        self._append(
-            {
-                "segment": self._segment,
-                "number": self._number,
-                "first_step": self._first,
-                "last_step": self._last,
-                "end": end,
-                "seconds": round(self.seconds, 3),
-            }
-        )
+        told = self._ending is not None and self._ending["end"] == end
+        self._append(self._ending if told else self._ended(end))
+
+    def _ended(self, end: str) -> dict[str, Any]:
+        return {
+            "segment": self._segment,
+            "number": self._number,
+            "first_step": self._first,
+            "last_step": self._last,
+            "end": end,
+            "seconds": round(self.seconds, 3),
+        }
 
     def all(self) -> list[Attempt]:
-        """Every start so far that has ended."""
+        """Every start so far that has ended, and this one when it is known how it will."""
         fields = Attempt.model_fields
+        starts = self._read()
+        if self._ending is not None:
+            starts[self._number] |= self._ending
         return [
             Attempt(**{key: value for key, value in entry.items() if key in fields})
-            for entry in self._read().values()
+            for entry in starts.values()
             if "end" in entry
         ]
 
@@ -101,8 +111,14 @@ class AttemptLog:
                 starts.setdefault(entry["number"], {}).update(entry)
         return starts
 
-    def _close_killed(self, starts: dict[int, dict[str, Any]], log: Path) -> None:
+    def _close(self, starts: dict[int, dict[str, Any]], log: Path) -> None:
+        """Say of earlier starts what they could not. Were there a valid manifest of theirs, this one would not have begun."""
         for entry in starts.values():
+            if entry.get("end") == "published":
+                entry |= {"end": "withdrawn"}
+                self._append(
+                    {key: value for key, value in entry.items() if key in ("segment", "number", "end")}
+                )
             if "end" not in entry:
                 alive = log.stat().st_mtime - entry["begun"] if log.exists() else 0.0
                 ended = {"end": "killed", "seconds": round(max(alive, 0.0), 3)}

@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from typing import Any
 from engines.config import ConfigError
 from engines.model_folder import ModelFolderError
 from workflow.campaign.code import code_digest, source_commit, source_root
-from workflow.campaign.identity import Content, Identity, by_content, identify
+from workflow.campaign.identity import Content, Identity, by_content, contents, identify
 from workflow.campaign.lock import FolderLock
-from workflow.campaign.paths import cut
+from workflow.campaign.paths import cut, lookup
 from workflow.campaign.plan import InputRef, Plan, PlanError, StageSpec, read_plan
 from workflow.campaign.slice import Slice
 from workflow.campaign.stages import STAGES
@@ -54,6 +55,9 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFF
 """A stage reads what its inputs published and asks no server: ``baton stage-in`` is for what has to come from elsewhere."""
 TWIN = ".published.json"
 """A second name of the published manifest. A workflow engine may remove the first one together with a job that it believes failed."""
+
+WITHDRAWN = "withdrawn.json"
+"""Name of the manifest of a result whose bytes were found damaged."""
 
 
 class StageRefused(RuntimeError):
@@ -169,8 +173,9 @@ def _attempt(plan: Plan, spec: StageSpec, step: int | None, lock: FolderLock, tr
         result = module.main(context)
         if result.steps_done < result.steps_planned:
             raise StageIncomplete(f"{result.steps_done} of {result.steps_planned} steps were done")
-        attempts.end("published")
+        attempts.will_end("published")
         _publish(plan, context, result)
+        attempts.end("published")
     except StoppedByUser as error:
         attempts.end("stopped")
         log.warning("%s; %s", error, triggers.way_on)
@@ -207,7 +212,14 @@ def _check_plan(plan: Plan, spec: StageSpec, step: int | None) -> None:
         raise PlanError(f"planned for version {spec.version} of stage {spec.stage}, this is {stage.version}")
     if step not in (spec.cuts or [None]):
         raise PlanError(f"--step {step}: the plan cuts {spec.name} at {spec.cuts or 'no step'}")
-    content = Content.of(stage, cut(spec.config, stage.reads))
+    values = cut(spec.config, stage.reads)
+    for path, digest in contents(values).items():
+        if digest != (planned := spec.contents.get(path)):
+            raise PlanError(
+                f"{path}={lookup(values, path)!r} has changed since it was planned: {planned} then, {digest} now; "
+                "put it back, or start the workflow again, which then computes other results beside those that are there"
+            )
+    content = Content.of(stage, values)
     inputs = {
         name: Identity(source.identity, source.learning_identity, ref.step)
         for name, ref in spec.inputs.items()
@@ -215,7 +227,7 @@ def _check_plan(plan: Plan, spec: StageSpec, step: int | None) -> None:
     }
     if identify(stage, content, inputs, spec.threads) != Identity(spec.identity, spec.learning_identity):
         raise PlanError(
-            f"{spec.name} is not what was planned: a file it reads has changed since; start the workflow again"
+            f"{spec.name} is not what was planned: its configuration was altered; start the workflow again"
         )
 
 
@@ -279,13 +291,24 @@ def _read_input(plan: Plan, name: str, ref: InputRef, path: Path) -> Manifest:
     source = plan.stages[ref.id]
     if manifest.identity != source.identity or manifest.step != ref.step:
         raise StageRefused(f"input {name!r}: {path} is of another stage than planned")
-    if is_released(path.parent):
+    problems = check_files(path.parent, manifest)
+    if is_released(path.parent):  # looked at last: it may have happened while the files were hashed
         raise StageRefused(
             f"input {name!r}: the bytes of {path.parent} were released; remove that folder and run again to compute it anew"
         )
-    if problems := check_files(path.parent, manifest):
-        raise StageRefused(f"input {name!r}: {problems[0]}; remove {path} and run again to compute it anew")
+    if problems:
+        withdraw(path.parent)
+        raise StageRefused(
+            f"input {name!r}: {problems[0]}; its manifest is withdrawn, so run the same command again to compute it anew"
+        )
     return manifest
+
+
+def withdraw(folder: Path) -> None:
+    """Set the manifest of a damaged result aside, both of its names: it is no success any more. Its bytes stay."""
+    (folder / TWIN).unlink(missing_ok=True)
+    with suppress(FileNotFoundError):  # another reader was faster
+        (folder / MANIFEST).rename(folder / WITHDRAWN)
 
 
 def _publish(plan: Plan, context: StageContext, result: StageResult) -> None:

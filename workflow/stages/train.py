@@ -14,14 +14,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from engines.checkpoint import StateStore, read_state
+from engines.checkpoint import StateError, StateStore, read_state, verify_state
 from engines.checkpoint.verify import STATE_FILE
 from engines.workers.group import WorkerGroup, build_groups
 from engines.workers.spec import RoleSpec
 from workflow.campaign.pace import MEAN_STEP_SECONDS, SAVE_SECONDS, START_SECONDS, STEP_SECONDS
 from workflow.campaign.slice import Slice
 from workflow.data import PromptEncoder, load_problems
-from workflow.manifest import MANIFEST
+from workflow.manifest import MANIFEST, is_released
 from workflow.rl.metrics import METRICS_FILE, MetricsLog, read_metrics
 from workflow.rl.rewards import Rewarder
 from workflow.rl.trainer import PPOTrainer, optimizer_steps
@@ -128,6 +128,7 @@ def advance(context: StageContext, trainer: PPOTrainer, store: StateStore) -> di
     """
     log = MetricsLog(context.folder / METRICS_FILE)
     every = context.config.checkpoint.save_every
+    again = damaged_steps(context.folder)  # passed over: now they can be made good
     started, steps, saves = context.attempts.seconds, [], []
     with context.progress("train", context.step - trainer.steps_done) as bar:
         while trainer.steps_done < context.step:
@@ -137,7 +138,7 @@ def advance(context: StageContext, trainer: PPOTrainer, store: StateStore) -> di
             log.append(metrics)
             context.step_done(trainer.steps_done)
             bar.advance(**_shown(metrics))
-            due = trainer.steps_done == context.step or (every and trainer.steps_done % every == 0)
+            due = trainer.steps_done in {context.step, *again} or (every and trainer.steps_done % every == 0)
             save, stop = context.triggers.save_asked, context.triggers.stop_asked
             if due or save or stop or context.stop.requested:
                 begun = time.monotonic()
@@ -152,6 +153,18 @@ def advance(context: StageContext, trainer: PPOTrainer, store: StateStore) -> di
                 stopped = StoppedByUser if stop else StoppedOnRequest
                 raise stopped(f"the state after step {trainer.steps_done} is saved")
     return pace_of(started, steps, saves)
+
+
+def damaged_steps(folder: Path) -> set[int]:
+    """Published steps whose states should be there and are not intact."""
+    found = set()
+    for step in published_steps(folder):
+        state = folder / f"step{step:06d}"
+        try:
+            is_released(state) or verify_state(state)
+        except StateError:
+            found.add(step)
+    return found
 
 
 def pace_of(started: float, steps: Sequence[float], saves: Sequence[float]) -> dict[str, float]:
