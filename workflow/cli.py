@@ -30,6 +30,9 @@ from workflow.cluster.slurm import SlurmLimit, SlurmRefused, SlurmUnavailable
 from workflow.cluster.stage_in import stage_in
 from workflow.cluster.status import campaign_status
 from workflow.compare import Comparison, NotComparable, compare, find_pairs
+from workflow.drill.campaign import DrillError
+from workflow.drill.report import write_report
+from workflow.drill.run import Drill
 from workflow.manifest import Manifest, ManifestError, verify, write_json
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -132,6 +135,44 @@ def compare_command(
         write_json(output, record | {"passed": all(one.passed for one in found)})
     _show_comparisons(found)
     if not all(one.passed for one in found):
+        raise typer.Exit(1)
+
+
+@app.command("drill")
+def drill_command(
+    campaign: Annotated[str, typer.Argument(help="a file in configs/campaign, or a path")] = "faults",
+    kills: Annotated[int, typer.Option(min=1, help="faults that must hit something")] = 12,
+    seed: Annotated[int, typer.Option(help="of the kinds and moments of the faults")] = 0,
+    set: Annotated[list[str] | None, typer.Option("--set", help="key=value; may be repeated")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="a new or empty folder; by default in results/drills")
+    ] = None,
+) -> None:
+    """Disturb a campaign at random moments and compare it with one that was left alone; exit code 1 when anything differs."""
+    path = Path(campaign)
+    words = [f"campaign={path.resolve() if path.is_file() else campaign}"]
+    words += [f"set={' '.join(set)}"] if set else []
+    output = output or RESULTS / "drills" / f"{path.stem}-seed{seed}"
+    try:
+        drill = Drill(
+            words,
+            kills,
+            seed,
+            output.resolve(),
+            tell=lambda line: console.print(escape(line), highlight=False),
+        )
+        record = drill.run()
+    except DrillError as error:
+        console.print(f"[red]refused:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    page = write_report(record, output)
+    for problem in [problem for one in record.rounds for problem in one.problems]:
+        console.print(f"[red]differs[/]  {escape(problem)}", highlight=False, soft_wrap=True)
+    verdict = "[green]nothing differs[/]" if record.passed else "[red]failed[/]"
+    console.print(
+        f"{len(record.hits)} faults, {record.in_time} of them in a load, save or publication: {verdict}; {page}"
+    )
+    if not record.passed:
         raise typer.Exit(1)
 
 

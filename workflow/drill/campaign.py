@@ -1,0 +1,158 @@
+"""A campaign in a folder of its own, on a disk of its own where that can be had, and the heads that run it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from workflow.campaign.code import source_root
+from workflow.campaign.plan import CURRENT, Plan, read_plan
+from workflow.drill.processes import Process, drivers, process_of, wait_gone, working_in
+
+DISK_BYTES = 512 * 1024 * 1024
+"""Of the small filesystem that can be filled."""
+LEFT_BYTES = 8 * 1024
+"""On it when it is full: enough for a line of a log, not for a state."""
+
+
+class DrillError(RuntimeError):
+    """The drill cannot be made: the campaign does not end even when it is left alone, or what is needed is missing."""
+
+
+@dataclass
+class Campaign:
+    """One folder in which ``snakemake`` runs a campaign, again and again until it is complete."""
+
+    folder: Path
+    words: list[str]
+    """Of the command line, after ``--config``."""
+    profile: str = "profiles/local"
+    environment: dict[str, str] = field(default_factory=dict)
+    """On top of this process's own."""
+    head: subprocess.Popen | None = None
+    starts: int = 0
+    """How often the command was run."""
+
+    def start(self) -> None:
+        """Run the command, which goes on where the last one ended."""
+        self.starts += 1
+        root = source_root()
+        command = [sys.executable, "-m", "snakemake", "--profile", str(root / self.profile)]
+        command += ["--snakefile", str(root / "Snakefile"), "--quiet", "rules", "--config", *self.words]
+        variables = (
+            os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(Path.cwd())])} | self.environment
+        )
+        with self.output.open("a", encoding="utf-8") as out:
+            out.write(f"== start {self.starts}\n")
+            out.flush()
+            self.head = subprocess.Popen(
+                command, cwd=self.folder, env=variables, stdout=out, stderr=out, start_new_session=True
+            )
+
+    @property
+    def output(self) -> Path:
+        """What the heads said. Beside the folder: its disk may be full."""
+        return self.folder.with_name(f"{self.folder.name}.txt")
+
+    @property
+    def running(self) -> bool:
+        """Whether a head runs."""
+        return self.head is not None and self.head.poll() is None
+
+    @property
+    def head_process(self) -> Process | None:
+        """The running head."""
+        return process_of(self.head.pid) if self.running else None
+
+    def wait(self, seconds: float) -> int:
+        """The head's exit code.
+
+        Raises:
+            DrillError: it has not ended after ``seconds``.
+        """
+        try:
+            return self.head.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise DrillError(
+                f"{self.folder}: the head runs for more than {seconds:.0f} s; see {self.output}"
+            ) from None
+
+    def plan(self) -> Plan:
+        """The campaign's plan."""
+        (link,) = self.folder.glob(f"results/*/{CURRENT}")
+        return read_plan(link.resolve())
+
+    def stop(self) -> None:
+        """End every process that works here: the drill is over, or was interrupted."""
+        if self.running:
+            os.killpg(self.head.pid, signal.SIGKILL)
+            self.head.wait()
+        left = [driver.process for driver in drivers(self.folder)] + working_in(self.folder)
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        wait_gone(left, 10)
+
+
+@contextlib.contextmanager
+def own_disk(folder: Path) -> Iterator[str]:
+    """Make ``folder`` a small filesystem of its own where this user may; yields how a full disk is made: ``tmpfs`` or ``limit``."""
+    folder.mkdir(parents=True)
+    mounted = os.geteuid() == 0 and _run(
+        "mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)
+    )
+    try:
+        yield "tmpfs" if mounted else "limit"
+    finally:
+        if mounted:
+            kept = folder.with_name(f".{folder.name}.kept")
+            shutil.copytree(folder, kept, symlinks=True)
+            _run("umount", "--lazy", str(folder))
+            folder.rmdir()
+            kept.rename(folder)
+
+
+def _run(*command: str) -> bool:
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def full_disk(campaign: Campaign, how: str) -> Iterator[None]:
+    """Within it, next to nothing more can be written in the campaign's folder."""
+    if how == "limit":
+        for driver in drivers(campaign.folder):
+            for process in [driver.process, *driver.below("ray::RankActor")]:
+                with contextlib.suppress(ProcessLookupError):
+                    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (LEFT_BYTES, LEFT_BYTES))
+        yield  # the limit goes with the processes that have it
+        return
+    ballast = campaign.folder / ".ballast"
+    free = shutil.disk_usage(campaign.folder).free
+    with ballast.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, max(free - LEFT_BYTES, 1))
+    try:
+        yield
+    finally:
+        ballast.unlink()
+
+
+def until(condition: Callable[[], object], seconds: float) -> bool:
+    """Whether ``condition`` came true within ``seconds``."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True

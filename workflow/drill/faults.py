@@ -1,0 +1,223 @@
+"""What can happen to a campaign on one machine. A set of faults is a list, so that another place can bring its own."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from engines.checkpoint import StateError, StateStore, read_state
+from engines.checkpoint.verify import STATE_FILE
+from workflow.drill.campaign import Campaign, full_disk, until
+from workflow.drill.evidence import complaints, damage_noticed, ends
+from workflow.drill.processes import Driver, Process, descendants, drivers, parent, process_of, wait_gone
+
+PATIENCE = 60.0
+"""Seconds in which what was hit must show it."""
+HOLD = 10.0
+"""Seconds for which the disk stays full, unless something fails before."""
+
+
+@dataclass(frozen=True)
+class Hit:
+    """Something was there to be hit."""
+
+    victim: str
+    """For people."""
+    effect: Callable[[], tuple[bool, str]]
+    """Waits for the effect: whether there was one, and what it was."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kind of fault."""
+
+    name: str
+
+    def strike(self, campaign: Campaign, draw: random.Random, folder: Path | None) -> Hit | None:
+        """Do it at once; None when there is nothing to hit. ``folder``: of the stage that is meant, if one is."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Victim:
+    """A process that a signal may hit."""
+
+    process: Process
+    what: str
+    folder: Path | None = None
+    """Of its stage, if it works on one."""
+
+
+@dataclass(frozen=True)
+class Signal(Fault):
+    """A signal to one process of the campaign."""
+
+    number: signal.Signals
+    victims: Callable[[Campaign, Path | None], list[Victim]]
+
+    def strike(self, campaign: Campaign, draw: random.Random, folder: Path | None) -> Hit | None:
+        """Send it to one of the victims."""
+        found = self.victims(campaign, folder)
+        if not found:
+            return None
+        victim = draw.choice(found)
+        before = len(ends(victim.folder)) if victim.folder else 0
+        try:
+            os.kill(victim.process.pid, self.number)
+        except ProcessLookupError:
+            return None
+        return Hit(f"{victim.what}, {victim.process}", lambda: self._effect(campaign, victim, before))
+
+    def _effect(self, campaign: Campaign, victim: Victim, before: int) -> tuple[bool, str]:
+        """A kill ends its victim. What is asked to stop may have published before it looked: then nothing was hit."""
+        if wait_gone([victim.process], PATIENCE):
+            return False, "lives on"
+        if self.number == signal.SIGKILL:
+            return True, "died"
+        if victim.folder is None:
+            code = campaign.wait(PATIENCE)
+            return code != 0, f"ended with exit code {code}"
+        new = ends(victim.folder)[before:]
+        return "stopped" in new, f"its start ended: {', '.join(new) or 'unknown'}"
+
+
+@dataclass(frozen=True)
+class FullDisk(Fault):
+    """No space is left for the campaign until something has failed of it; then there is space again."""
+
+    how: str
+    """See own_disk."""
+
+    def strike(self, campaign: Campaign, draw: random.Random, folder: Path | None) -> Hit | None:
+        """Fill the disk, and wait."""
+        if not drivers(campaign.folder):
+            return None
+        before = len(complaints(campaign))
+        with full_disk(campaign, self.how):
+            until(lambda: len(complaints(campaign)) > before or not campaign.running, HOLD)
+        return Hit(f"the disk ({self.how})", lambda: self._effect(campaign, before))
+
+    def _effect(self, campaign: Campaign, before: int) -> tuple[bool, str]:
+        new = complaints(campaign)[before:]
+        return bool(new), new[0][:200] if new else "nobody needed space"
+
+
+@dataclass(frozen=True)
+class CorruptState(Fault):
+    """The driver of a training is killed, and before the command is run again its newest state is damaged."""
+
+    def strike(self, campaign: Campaign, draw: random.Random, folder: Path | None) -> Hit | None:
+        """Kill it, wait for the head to end, flip a bit or cut off an end."""
+        found = [
+            d
+            for d in _meant(campaign, folder)
+            if d.stage == "train" and StateStore(d.folder).newest(verify=False) is not None
+        ]
+        if not found:
+            return None
+        driver = draw.choice(found)
+        os.kill(driver.process.pid, signal.SIGKILL)
+        wait_gone([driver.process], PATIENCE)
+        campaign.wait(10 * PATIENCE)
+        state = StateStore(driver.folder).newest()
+        if state is None:
+            return None
+        try:
+            name = draw.choice([STATE_FILE, *read_state(state)["files"]])
+        except StateError:
+            return None
+        how = damage(state / name, draw)
+        before = damage_noticed(campaign, state)
+        return Hit(f"{driver.folder.name}/{state.name}/{name}: {how}", lambda: _seen(campaign, state, before))
+
+
+def _seen(campaign: Campaign, state: Path, before: int) -> tuple[bool, str]:
+    """Whether the next that reads the state notices, once the command is run again."""
+    campaign.start()
+    until(lambda: damage_noticed(campaign, state) > before or not campaign.running, 10 * PATIENCE)
+    seen = damage_noticed(campaign, state) > before
+    return seen, "its next reader noticed" if seen else "nobody read it"
+
+
+def damage(file: Path, draw: random.Random) -> str:
+    """Flip a bit of a file or cut off its end; returns what was done."""
+    data = bytearray(file.read_bytes())
+    place = draw.randrange(len(data))
+    if draw.random() < 0.5:
+        bit = draw.randrange(8)
+        data[place] ^= 1 << bit
+        told = f"bit {bit} of byte {place} flipped"
+    else:
+        del data[place:]
+        told = f"cut off at byte {place}"
+    file.write_bytes(data)
+    return told
+
+
+def local_faults(how_full: str) -> list[Fault]:
+    """All that can happen on one machine.
+
+    Args:
+        how_full: how a disk can be filled, see ``own_disk``.
+    """
+    kill = signal.SIGKILL
+    return [
+        Signal("SIGKILL of the driver", kill, driver_processes),
+        Signal("SIGKILL of a rank", kill, ranks),
+        Signal("SIGKILL of Ray's head", kill, ray_heads),
+        Signal("SIGKILL of a launcher", kill, launchers),
+        Signal("SIGKILL of the head", kill, heads),
+        Signal("SIGTERM to the driver", signal.SIGTERM, driver_processes),
+        Signal("SIGUSR2 to the driver", signal.SIGUSR2, driver_processes),
+        Signal("SIGTERM to the head", signal.SIGTERM, heads),
+        FullDisk("full disk", how_full),
+        CorruptState("corrupted newest state"),
+    ]
+
+
+def driver_processes(campaign: Campaign, folder: Path | None) -> list[Victim]:
+    """The processes that work on stages."""
+    return [Victim(d.process, f"driver of {d}", d.folder) for d in _meant(campaign, folder)]
+
+
+def ranks(campaign: Campaign, folder: Path | None) -> list[Victim]:
+    """The ranks of worker groups on Ray."""
+    return [
+        Victim(process, f"rank of {d}", d.folder)
+        for d in _meant(campaign, folder)
+        for process in d.below("ray::RankActor")
+    ]
+
+
+def ray_heads(campaign: Campaign, folder: Path | None) -> list[Victim]:
+    """Ray's own processes: its global store and the daemon of the node."""
+    return [
+        Victim(process, f"{process.program} of {d}", d.folder)
+        for d in _meant(campaign, folder)
+        for process in d.below("gcs_server", "raylet")
+    ]
+
+
+def heads(campaign: Campaign, folder: Path | None) -> list[Victim]:
+    """The head alone: its jobs are orphans then."""
+    process = campaign.head_process
+    return [] if process is None else [Victim(process, "head")]
+
+
+def launchers(campaign: Campaign, folder: Path | None) -> list[Victim]:
+    """What stands between the head and the drivers: the drivers' parents, and the head's children that wait for them."""
+    head = campaign.head_process
+    if head is None:
+        return []
+    working = {d.process.pid for d in drivers(campaign.folder)}
+    between = {parent(pid) for pid in working} | set(descendants(head.pid, generations=1))
+    found = [process_of(pid) for pid in sorted(between - working - {head.pid, 1, None})]
+    return [Victim(p, "launcher") for p in found if p is not None and "workflow.stages" in p.command]
+
+
+def _meant(campaign: Campaign, folder: Path | None) -> list[Driver]:
+    return [d for d in drivers(campaign.folder) if folder in (None, d.folder)]

@@ -1,0 +1,125 @@
+"""The processes of a running campaign, told apart from outside: by the kernel's lists and the locks they hold. Linux only."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from workflow.campaign.lock import Holder, process_start
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process, for ever: a later one of the same number is another."""
+
+    pid: int
+    started: str
+    command: str
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs (a zombie does not)."""
+        return process_start(self.pid) == self.started
+
+    @property
+    def program(self) -> str:
+        """Name of the file that runs."""
+        return self.command.split(" ", 1)[0].rpartition("/")[2]
+
+    def __str__(self) -> str:
+        return f"process {self.pid}"
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The process that works on a stage: the holder of its folder's lock."""
+
+    process: Process
+    folder: Path
+    """The stage's."""
+
+    @property
+    def stage(self) -> str:
+        """Such as train."""
+        return self.folder.parent.name
+
+    def below(self, *commands: str) -> list[Process]:
+        """Its descendants whose command lines begin with, or whose programs are, one of these."""
+        found = [process_of(pid) for pid in descendants(self.process.pid)]
+        return [
+            p for p in found if p is not None and (p.program in commands or p.command.startswith(commands))
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.stage} {self.folder.name}"
+
+
+def process_of(pid: int) -> Process | None:
+    """The living process of this number."""
+    started = process_start(pid)
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return None
+    return None if started is None else Process(pid, started, command.strip())
+
+
+def parent(pid: int) -> int | None:
+    """Process id of its parent; None when it is gone."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return int(status.rpartition(") ")[2].split()[1])
+
+
+def descendants(root: int, generations: int | None = None) -> list[int]:
+    """Process ids of all children of ``root``, their children, and so on; of so many ``generations`` only, if given."""
+    parents = {pid: parent(pid) for pid in (int(path.name) for path in Path("/proc").glob("[0-9]*"))}
+    wanted, found, age = {root}, [], 0
+    while age != generations and (new := {pid for pid, above in parents.items() if above in wanted} - wanted):
+        wanted |= new
+        found += sorted(new)
+        age += 1
+    return found
+
+
+def drivers(folder: Path) -> list[Driver]:
+    """Who works on the stages of the campaign in ``folder``, heads dead or alive."""
+    found = []
+    for lock in sorted(folder.glob("results/store/*/*/lock.json")):
+        try:
+            holder = Holder(**json.loads(lock.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            continue
+        process = process_of(holder.pid) if holder.host == socket.gethostname() else None
+        if process is not None and process.started == holder.started:
+            found.append(Driver(process, lock.parent))
+    return found
+
+
+def working_in(folder: Path) -> list[Process]:
+    """All processes whose current folder is ``folder`` or below, but for this one."""
+    inside = []
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        pid = int(link.parent.name)
+        try:
+            current = link.readlink()
+        except OSError:
+            continue
+        if pid != os.getpid() and current.is_relative_to(folder) and (process := process_of(pid)):
+            inside.append(process)
+    return inside
+
+
+def wait_gone(processes: Iterable[Process], seconds: float) -> list[Process]:
+    """Those that are still alive after ``seconds``."""
+    end = time.monotonic() + seconds
+    while (alive := [process for process in processes if process.alive]) and time.monotonic() < end:
+        time.sleep(0.02)
+    return alive
