@@ -14,7 +14,16 @@ from workflow.cluster.slurm import (
     SlurmUnavailable,
     failure,
 )
-from workflow.cluster.states import GONE, RETRIED, UNKNOWN, FailureClass, JobState, classify, settled
+from workflow.cluster.states import (
+    GONE,
+    RETRIED,
+    UNKNOWN,
+    FailureClass,
+    JobState,
+    classify,
+    ended_for_memory,
+    settled,
+)
 from workflow.cluster.submit import without_allocation
 
 
@@ -46,6 +55,20 @@ def end(outcome: str, code: int = 1, terminated: bool = False, restart: int = 0)
 )
 def test_who_ended_the_stage_decides_its_failure_class(state, record, expected):
     assert classify(JobState(state), record) == expected
+
+
+def test_a_job_that_slurm_ended_for_its_memory_says_so_in_its_log_alone(tmp_path):
+    """As slurmstepd writes it; a job before this one may have left the like in the same file."""
+    log = tmp_path / "job.txt"
+    log.write_text(
+        "slurmstepd-n1: error: StepId=7.batch exceeded memory limit (1310566912 > 1073741824), being killed\n"
+        "slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 ***\n"
+    )
+    assert ended_for_memory(log, "7")
+    assert not ended_for_memory(log, "77")
+    assert not ended_for_memory(tmp_path / "none", "7")
+    assert classify(JobState("FAILED"), None, over_memory=True) == FailureClass.OUT_OF_MEMORY
+    assert classify(JobState("FAILED"), end("refused", 64), over_memory=True) == FailureClass.REFUSED
 
 
 def test_only_what_can_end_otherwise_is_tried_again():

@@ -12,7 +12,7 @@ PARTITIONS = {"cuda": "gpu", "ascend": "npu"}
 """Partition -> what its nodes have two of."""
 NODES = 2
 CPUS = 8
-MEMORY_MB = 4096
+MEMORY_MB = 16384
 
 
 def nodes() -> list[str]:
@@ -51,7 +51,8 @@ def _slurm_conf(folder: Path, port: int, with_accounting: bool, addresses: dict[
 AccountingStorageHost=127.0.0.1
 AccountingStoragePort={port + 1}
 AccountingStoragePass={folder}/munge/munge.sock
-AccountingStorageTRES=gres/gpu,gres/npu"""
+AccountingStorageTRES=gres/gpu,gres/npu
+AccountingStorageEnforce=limits,qos"""
     return f"""ClusterName={NAME}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
@@ -72,8 +73,10 @@ MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/linux
-JobAcctGatherFrequency=5
-# nodes claim more CPUs than the host has
+# without cgroups SLURM ends a job for its memory when it looks at it and finds too much
+JobAcctGatherFrequency=2
+JobAcctGatherParams=OverMemoryKill
+# nodes claim more CPUs and memory than the host has
 SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory

@@ -4,8 +4,9 @@ Partitions ``cuda`` and ``ascend`` with two nodes each, two ``gpu`` or ``npu`` a
 ``ascend-low``. Needs root; needs neither systemd nor cgroups, and changes nothing under /etc: all of the cluster lives in one folder,
 and clients find it by ``SLURM_CONF`` (``eval "$(python -m tests.slurm.minicluster env)"``).
 
-What differs from a real cluster: accelerators are copies of /dev/null; nodes claim more CPUs than the host has; without cgroups there
-is no memory limit, and a process that leaves its parent can outlive its job (``stop`` finds those by their environment).
+What differs from a real cluster: accelerators are copies of /dev/null; nodes claim more CPUs and memory than the host has; without
+cgroups SLURM looks only now and then at how much memory a job has, and a process that leaves its parent can outlive its job (``stop``
+finds those by their environment).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import fcntl
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -60,12 +62,10 @@ class MiniCluster:
         """Bring everything up, on an empty state.
 
         Raises:
-            ClusterFailed: not root, already running, or a daemon did not answer; nothing is left running then.
+            ClusterFailed: not here (:func:`unavailable`), already running, or a daemon did not answer; nothing is left running then.
         """
-        if os.geteuid() != 0:
-            raise ClusterFailed(
-                "the test cluster needs root: its daemons, its nodes' hostnames and device files"
-            )
+        if reason := unavailable():
+            raise ClusterFailed(reason)
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._only_one():
             if any(self.alive(name) for name in self._recorded()):
@@ -110,6 +110,10 @@ class MiniCluster:
         """End one daemon."""
         end_processes([self._recorded()[name]])
 
+    def signal_daemon(self, name: str, number: signal.Signals) -> None:
+        """Send one daemon a signal: SIGSTOP makes it busy until SIGCONT."""
+        os.kill(self._recorded()[name][0], number)
+
     def alive(self, name: str) -> bool:
         """Whether a daemon of ours runs."""
         pid, started = self._recorded().get(name, (0, ""))
@@ -128,7 +132,22 @@ class MiniCluster:
 
     def wait_until_idle(self, seconds: float = 60.0) -> None:
         """Until every node is idle."""
-        self._wait(seconds, "the nodes", lambda: set(self.run("sinfo", "-hNo", "%T").split()) == {"idle"})
+        self.wait("the nodes", lambda: set(self.run("sinfo", "-hNo", "%T").split()) == {"idle"}, seconds)
+
+    def wait(self, what: str, answered: Callable[[], object], seconds: float = 60.0) -> None:
+        """Poll; a daemon that died ends the wait at once."""
+        end = time.monotonic() + seconds
+        while True:
+            with suppress(OSError, subprocess.SubprocessError):
+                if answered():
+                    return
+            for name in self._recorded():
+                if not self.alive(name):
+                    log = self.folder / f"log/{name}.out"
+                    raise ClusterFailed(f"{name} died; {log} ends: {log.read_text(errors='replace')[-500:]}")
+            if time.monotonic() > end:
+                raise ClusterFailed(f"{what}: no answer after {seconds:.0f} s; see {self.folder}/log")
+            time.sleep(0.1)
 
     def _commands(self) -> dict[str, list[str]]:
         """Daemon -> its command line, each in the foreground."""
@@ -148,6 +167,7 @@ class MiniCluster:
                     "--bind-address=127.0.0.1",
                     "--skip-name-resolve",
                     f"--init-file={self.folder}/etc/init.sql",
+                    f"--tmpdir={run}",
                 ),
                 *("--innodb-buffer-pool-size=64M", "--innodb-lock-wait-timeout=900"),
                 *("--innodb-flush-log-at-trx-commit=0", "--skip-log-bin"),
@@ -168,18 +188,17 @@ class MiniCluster:
         if self.accounting:
             self._make_database()
             self.start_daemon("mariadbd")
-            self._wait(
-                30,
+            self.wait(
                 "mariadbd",
                 lambda: socket.create_connection(("127.0.0.1", self.port + 2), 1).close() is None,
             )
-        self._wait(10, "munged", lambda: self.run("munge", "-S", f"{self.folder}/munge/munge.sock", "-n"))
+        self.wait("munged", lambda: self.run("munge", "-S", f"{self.folder}/munge/munge.sock", "-n"))
         if self.accounting:
             self.start_daemon("slurmdbd")
-            self._wait(60, "slurmdbd", lambda: self.run("sacctmgr", "-n", "show", "cluster") is not None)
+            self.wait("slurmdbd", lambda: self.run("sacctmgr", "-n", "show", "cluster") is not None)
             self.run("sacctmgr", "-i", "add", "cluster", NAME, check=False)
         self.start_daemon("slurmctld")
-        self._wait(30, "slurmctld", lambda: self.run("scontrol", "ping"))
+        self.wait("slurmctld", lambda: self.run("scontrol", "ping"))
         for name in self._slurmds():
             self.start_daemon(name)
         self.wait_until_idle()
@@ -194,25 +213,11 @@ class MiniCluster:
                 "--skip-test-db",
             ),
             *("--skip-name-resolve", "--auth-root-authentication-method=socket"),
+            f"--tmpdir={self.folder}/run",  # in /tmp it stumbles over the files of another one
         ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise ClusterFailed(f"mariadb-install-db: {done.stderr.strip() or done.stdout.strip()}")
-
-    def _wait(self, seconds: float, what: str, answered: Callable[[], object]) -> None:
-        """Poll; a daemon that died ends the wait at once."""
-        end = time.monotonic() + seconds
-        while True:
-            with suppress(OSError, subprocess.SubprocessError):
-                if answered():
-                    return
-            for name in self._recorded():
-                if not self.alive(name):
-                    log = self.folder / f"log/{name}.out"
-                    raise ClusterFailed(f"{name} died; {log} ends: {log.read_text(errors='replace')[-500:]}")
-            if time.monotonic() > end:
-                raise ClusterFailed(f"{what}: no answer after {seconds:.0f} s; see {self.folder}/log")
-            time.sleep(0.1)
 
     def _end_jobs(self) -> None:
         """First the jobs, so that no process of theirs is left that nobody knows."""
@@ -269,18 +274,57 @@ def end_processes(processes: Iterable[tuple[int, str]], grace: float = 10.0) -> 
             time.sleep(0.05)
 
 
+def unavailable() -> str | None:
+    """Why a test cluster cannot run on this host; None where it can."""
+    if os.geteuid() != 0:
+        return "the test cluster needs root: its daemons, its nodes' hostnames and device files"
+    if shutil.which("apt-get") is None:
+        return "the test cluster is made of Debian's packages, and this host has no apt-get"
+    if subprocess.run(["unshare", "--uts", "--mount", "true"], capture_output=True).returncode:
+        return "the test cluster gives each node a hostname, and root may not do that here (a container needs CAP_SYS_ADMIN)"
+    return None
+
+
+def free_ports(count: int = 20) -> int:
+    """The first of so many consecutive ports that nobody uses now, below those that the kernel gives to clients."""
+    while True:
+        first = random.randrange(10000, 32000 - count)
+        if all(_is_free(port) for port in range(first, first + count)):
+            return first
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
 def install(accounting: bool = True) -> None:
-    """The Debian packages, those that are missing. Their services are not started."""
+    """The Debian packages, those that are missing. Their services are not started.
+
+    Raises:
+        ClusterFailed: no cluster can run here, or the packages are not to be had.
+    """
+    if reason := unavailable():
+        raise ClusterFailed(reason)
     wanted = PACKAGES + (ACCOUNTING_PACKAGES if accounting else ())
     query = ["dpkg-query", "-Wf", "${db:Status-Abbrev}${Package}\n", *wanted]
     there = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")
     missing = [name for name in wanted if f"ii {name}" not in there]
     if missing:
+        print(f"== Debian packages of the test cluster: {' '.join(missing)}", flush=True)
         environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
         for command in (["update"], ["install", "-y", "--no-install-recommends", *missing]):
-            subprocess.run(
-                ["apt-get", "-qq", *command], check=True, env=environment, stdout=subprocess.DEVNULL
+            done = subprocess.run(
+                ["apt-get", "-qq", *command], env=environment, capture_output=True, text=True
             )
+            if done.returncode:
+                raise ClusterFailed(
+                    f"apt-get {' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}"
+                )
 
 
 def main() -> int:

@@ -21,8 +21,10 @@ from workflow.manifest import read_manifest
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-PATIENCE = 240.0
+PATIENCE = 300.0
 """Seconds for what takes one or two jobs, on a busy machine."""
+SOURCE = ("Snakefile", "profiles", "configs", "env", "engines", "workflow", "snakemake_executor_plugin_baton")
+"""What a head reads and its jobs run."""
 
 
 @dataclass
@@ -41,9 +43,9 @@ class Head:
         self.process.kill()
         self.process.wait()
 
-    def interrupt(self) -> None:
-        """Ctrl-C."""
-        self.process.send_signal(signal.SIGINT)
+    def send(self, number: signal.Signals) -> None:
+        """A signal, to the head alone."""
+        self.process.send_signal(number)
 
     def said(self) -> str:
         """All its output so far."""
@@ -56,6 +58,8 @@ class Relay:
 
     folder: Path
     cluster: MiniCluster
+    source: Path = ROOT
+    campaign: Path = HERE / "relay.yaml"
 
     @classmethod
     def create(cls, folder: Path, cluster: MiniCluster) -> Relay:
@@ -83,6 +87,25 @@ class Relay:
         metrics.write_text("".join(metrics.read_text().splitlines(True)[:3]))
         return new
 
+    def copy_source(self) -> None:
+        """From now on heads run a copy of the source and of the campaign's file, which may be edited."""
+        self.source = self.folder / "source"
+        for name in SOURCE:
+            path = ROOT / name
+            if path.is_dir():
+                shutil.copytree(path, self.source / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(path, self.source / name)
+        self.campaign = Path(shutil.copy(self.campaign, self.folder))
+
+    def hold(self, steps: int = 4) -> None:
+        """Training waits as soon as ``steps`` steps are done: in the next step, or, after the last one, when its process ends."""
+        (self.folder / "hold").write_text(str(steps))
+
+    def release(self) -> None:
+        """Training goes on."""
+        (self.folder / "hold").unlink()
+
     def start(self, *options: str, overrides: str = "", only_training: bool = True, **variables: str) -> Head:
         """A head of the whole campaign, or of all up to the training state at its end."""
         log = self.folder / f"head{len(list(self.folder.glob('head*.txt')))}.txt"
@@ -94,14 +117,14 @@ class Relay:
                 "--profile",
                 "slurm",
                 "--snakefile",
-                str(ROOT / "Snakefile"),
+                str(self.source / "Snakefile"),
             ),
             *(["--until", "train"] if only_training else []),
             *options,
-            *("--config", f"campaign={HERE / 'relay.yaml'}", *([f"set={overrides}"] if overrides else [])),
+            *("--config", f"campaign={self.campaign}", *([f"set={overrides}"] if overrides else [])),
         ]
         environment = os.environ | self.cluster.environment | variables
-        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment |= {"PYTHONPATH": str(self.source), "OMP_NUM_THREADS": "1"}
         with log.open("w") as file:
             process = subprocess.Popen(
                 command, cwd=self.folder, stdout=file, stderr=file, env=environment, start_new_session=True
@@ -137,9 +160,22 @@ class Relay:
                 raise AssertionError(f"{what}: did not come; the head said:\n{head.said()}")
             time.sleep(0.1)
 
+    def state(self, job: str) -> str:
+        """SLURM's word for a job's state."""
+        return self.cluster.run("squeue", "--states=all", "-h", "-j", job, "-o", "%T", check=False).strip()
+
     def record(self) -> JobRecord | None:
         """What the registry has of the second segment."""
         return JobFolder(self.folder / "results", "train", self.train.id, 6).read()
+
+    def published(self) -> bool:
+        """Whether the second segment has its manifest."""
+        return (self.folder / self.train.manifest(6)).exists()
+
+    def job_log(self) -> str:
+        """What the launchers of the second segment's jobs have said so far."""
+        log = self.folder / self.train.folder / "job-step000006.txt"
+        return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
 
     def starts(self) -> list[dict]:
         """The starts of the second segment: job, restart, first and last step, end."""
@@ -171,7 +207,4 @@ class Relay:
 
     def _job_in(self, state: str) -> JobRecord | None:
         record = self.record()
-        if record is None or record.job is None:
-            return None
-        found = self.cluster.run("squeue", "--states=all", "-h", "-j", record.job, "-o", "%T", check=False)
-        return record if found.strip() == state else None
+        return record if record is not None and record.job and self.state(record.job) == state else None

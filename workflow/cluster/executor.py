@@ -34,6 +34,7 @@ from workflow.cluster.states import (
     JobState,
     StateWatch,
     classify,
+    ended_for_memory,
     failed_nodes,
     find_jobs,
     last_lines,
@@ -85,6 +86,8 @@ class StageJob:
     waits: int = 0
     said: str = ""
     """Why it waits, when that was said already."""
+    missed: str = ""
+    """Name of a job that SLURM has said not to have."""
     ended: float | None = None
     """When it was first seen to have ended without a reason so far."""
     outcome: Failure | bool | None = None
@@ -230,6 +233,10 @@ class StageJobs:
             with self._no_sbatch_under_way(job.folder):
                 ids = find_jobs(record.name)
             if not ids:
+                # A busy controller may still come to what it was asked by an sbatch that gave up waiting for it.
+                if job.missed != record.name:
+                    job.missed = record.name
+                    raise SlurmUnavailable(f"job {record.name} is not known yet; asking once more")
                 return
             record = job.folder.write(record, job=ids[-1])
             give_task(ids[-1], self._task(job, self.request(job)), job.folder.path)
@@ -271,13 +278,12 @@ class StageJobs:
             excluded=excluded,
             memory_factor=memory,
         )
-        id = submit(
-            replace(request, name=record.name),
-            self._task(job, request),
-            job.folder.path,
-            text,
-            job.folder.submit_lock,
-        )
+        named = replace(request, name=record.name)
+        try:
+            id = submit(named, self._task(job, request), job.folder.path, text, job.folder.submit_lock)
+        except SlurmLimit:
+            job.missed = record.name  # it was answered, so nothing is on its way
+            raise
         job.record = job.folder.write(record, job=id)
         job.submitted = True
         self._ask_every = ASK_SECONDS[0]
@@ -359,7 +365,8 @@ class StageJobs:
         if published(job.spec, job.step):  # between the first look and SLURM's answer
             job.outcome = True
             return
-        kind = classify(job.state, end)
+        over_memory = ended_for_memory(job_log(job.spec, job.step), job.record.job)
+        kind = classify(job.state, end, over_memory)
         told = f"SLURM job {job.record.job} ended as {job.state.state}"
         if end is not None:
             told += f"; its launcher: {end.outcome}, exit code {end.code}, on {end.node}"

@@ -199,18 +199,32 @@ def settled(end: EndRecord | None) -> bool:
     return end.outcome != "error" or end.code not in KILL_SIGNALS
 
 
-def classify(state: JobState, end: EndRecord | None) -> FailureClass:
+def classify(state: JobState, end: EndRecord | None, over_memory: bool = False) -> FailureClass:
     """The class of a job that ended without a manifest.
 
     The launcher knows best why the stage ended, unless something outside ended both: then SLURM knows.
+
+    Args:
+        over_memory: see :func:`ended_for_memory`.
     """
     if end is not None and settled(end):
         return _BY_OUTCOME.get(end.outcome, FailureClass.OWN_ERROR)
+    if over_memory:
+        return FailureClass.OUT_OF_MEMORY
     if state.state in _BY_STATE:
         return _BY_STATE[state.state]
     if end is not None:
         return _BY_OUTCOME.get(end.outcome, FailureClass.OWN_ERROR)
     return FailureClass.NODE_FAIL if state.state == GONE else FailureClass.OWN_ERROR
+
+
+def ended_for_memory(log: Path, job: str) -> bool:
+    """Whether SLURM has written into a job's log that it was over its memory.
+
+    Where SLURM itself looks how much memory a job has (``JobAcctGatherParams=OverMemoryKill``), the state does not tell.
+    """
+    told = re.compile(rf"\bStepId={job}\.\w+ exceeded memory limit")
+    return any(told.search(line) for line in last_lines(log, 50))
 
 
 def last_lines(path: Path, count: int = LAST_LINES) -> list[str]:

@@ -135,8 +135,8 @@ def advance(context: StageContext, trainer: PPOTrainer, store: StateStore) -> di
             begun = time.monotonic()
             metrics = trainer.step()
             steps.append(time.monotonic() - begun)
+            context.step_done(trainer.steps_done)  # first: it ends a process whose folder is another's
             log.append(metrics)
-            context.step_done(trainer.steps_done)
             bar.advance(**_shown(metrics))
             due = trainer.steps_done in {context.step, *again} or (every and trainer.steps_done % every == 0)
             save, stop = context.triggers.save_asked, context.triggers.stop_asked
