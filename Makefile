@@ -40,10 +40,13 @@ drill: $(VENV)/.light ## the same stages in six steps with a model of a few thou
 test: $(VENV)/.full $(VENV)/.browser ## all tests
 	@echo "== tests"
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+	@$(MAKE) --no-print-directory test-slurm
 
+# One cluster for all of them, so in one process; skipped, with the reason, where none can run.
 test-slurm: $(VENV)/.full ## campaigns on a real SLURM that is started for it, disturbed in every way (root on Debian)
 	@echo "== tests on the test cluster"
-	$(BIN)/python -m pytest -m slurm tests/slurm
+	@$(BIN)/python -m tests.slurm.minicluster install || true
+	$(BIN)/python -m pytest -m slurm tests/slurm -r s
 
 slurm-demo: $(VENV)/.full ## the demo on the test cluster: one run on each of its partitions (root on Debian)
 	@echo "== test cluster"

@@ -90,6 +90,7 @@ class Relay:
     def copy_source(self) -> None:
         """From now on heads run a copy of the source and of the campaign's file, which may be edited."""
         self.source = self.folder / "source"
+        self.source.mkdir()
         for name in SOURCE:
             path = ROOT / name
             if path.is_dir():
@@ -163,6 +164,14 @@ class Relay:
     def state(self, job: str) -> str:
         """SLURM's word for a job's state."""
         return self.cluster.run("squeue", "--states=all", "-h", "-j", job, "-o", "%T", check=False).strip()
+
+    def ended(self, job: str) -> str:
+        """SLURM's word for how a job ended, once it has."""
+        end = time.monotonic() + PATIENCE
+        while (state := self.state(job)) in ("RUNNING", "COMPLETING"):
+            assert time.monotonic() < end, f"job {job} does not end: {self.job_log()}"
+            time.sleep(0.1)
+        return state
 
     def record(self) -> JobRecord | None:
         """What the registry has of the second segment."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.minicluster import ClusterFailed, MiniCluster
+from tests.slurm.minicluster import ClusterFailed, MiniCluster, free_ports
 from workflow.campaign.lock import process_start
 from workflow.campaign.site import StageEnvironment, detect_site, load_site
 from workflow.cluster.devices import query_allocation, read_allocation
@@ -116,7 +116,7 @@ def _warned(folder: Path, text: str) -> None:
 
 def test_stop_ends_what_jobs_left_behind_and_nothing_else(tmp_path):
     folder = Path(tempfile.mkdtemp(prefix="baton-mini-", dir="/tmp"))
-    other = MiniCluster(folder, accounting=False, port=17900)
+    other = MiniCluster(folder, accounting=False, port=free_ports())
     stranger = subprocess.Popen(["sleep", "300"])
     other.start()
     try:

@@ -34,7 +34,7 @@ class JobRecord(Config):
     job: str | None = None
     """Its id; none when it is not known whether sbatch was reached."""
     attempt: int = 1
-    """Which job for this stage it is."""
+    """Which job for this stage it is; what SLURM did not take is none."""
     asked: float
     """When it was written down, seconds since the epoch."""
     partition: str | None = None
@@ -110,7 +110,7 @@ class JobFolder:
             id=id,
             step=step,
             name=f"{base_name}:{secrets.token_hex(4)}",
-            attempt=1 if earlier is None else earlier.attempt + 1,
+            attempt=1 if earlier is None else earlier.attempt + (earlier.job is not None),
             asked=time.time(),
             log=log,
             **fields,
