@@ -87,7 +87,8 @@ SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=2,sched_min_interval=0,batch_sched_delay=0,bf_interval=1,bf_resolution=60
 InactiveLimit=0
 KillWait=5
-MinJobAge=300
+# the controller remembers every job: tests ask it how many there were
+MinJobAge=36000
 ReturnToService=2
 SlurmdTimeout=60
 JobRequeue=1

@@ -46,11 +46,12 @@ def undisturbed(cluster, tmp_path_factory) -> Relay:
 
 
 @pytest.fixture
-def half(undisturbed, request) -> Relay:
+def half(undisturbed, request) -> Iterator[Relay]:
     """A folder in which the second segment of training is still to be run; it waits there after one step."""
     relay = undisturbed.half(undisturbed.folder.parent / request.node.name)
     relay.hold()
-    return relay
+    yield relay
+    relay.end()
 
 
 @pytest.fixture

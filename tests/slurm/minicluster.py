@@ -130,11 +130,11 @@ class MiniCluster:
             command, capture_output=True, text=True, timeout=timeout, check=check, env=environment
         ).stdout
 
-    def wait_until_idle(self, seconds: float = 60.0) -> None:
+    def wait_until_idle(self, seconds: float = 120.0) -> None:
         """Until every node is idle."""
         self.wait("the nodes", lambda: set(self.run("sinfo", "-hNo", "%T").split()) == {"idle"}, seconds)
 
-    def wait(self, what: str, answered: Callable[[], object], seconds: float = 60.0) -> None:
+    def wait(self, what: str, answered: Callable[[], object], seconds: float = 120.0) -> None:
         """Poll; a daemon that died ends the wait at once."""
         end = time.monotonic() + seconds
         while True:

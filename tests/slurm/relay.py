@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -40,7 +40,8 @@ class Head:
 
     def kill(self) -> None:
         """SIGKILL: it has no time for anything."""
-        self.process.kill()
+        if self.process.poll() is None:
+            self.process.kill()
         self.process.wait()
 
     def send(self, number: signal.Signals) -> None:
@@ -60,6 +61,7 @@ class Relay:
     cluster: MiniCluster
     source: Path = ROOT
     campaign: Path = HERE / "relay.yaml"
+    heads: list[Head] = field(default_factory=list)
 
     @classmethod
     def create(cls, folder: Path, cluster: MiniCluster) -> Relay:
@@ -130,7 +132,16 @@ class Relay:
             process = subprocess.Popen(
                 command, cwd=self.folder, stdout=file, stderr=file, env=environment, start_new_session=True
             )
-        return Head(process, log)
+        self.heads.append(Head(process, log))
+        return self.heads[-1]
+
+    def end(self) -> None:
+        """Nothing of this folder goes on, whatever a test has left: no head, no job."""
+        for head in self.heads:
+            head.kill()
+        rows = [line.split("|") for line in self.cluster.run("squeue", "-h", "-o", "%i|%o").splitlines()]
+        if jobs := [id for id, command in rows if f"/{self.folder.name}/" in command]:
+            self.cluster.run("scancel", *jobs, check=False)
 
     @cached_property
     def train(self) -> StageSpec:

@@ -31,7 +31,7 @@ signal.pause()
 """
 
 
-def until(condition, seconds: float = 30.0) -> None:
+def until(condition, seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came to pass"
