@@ -48,10 +48,7 @@ def undisturbed(cluster, tmp_path_factory) -> Relay:
 @pytest.fixture
 def half(undisturbed, request) -> Iterator[Relay]:
     """A folder in which the second segment of training is still to be run; it waits there after one step."""
-    relay = undisturbed.half(undisturbed.folder.parent / request.node.name)
-    relay.hold()
-    yield relay
-    relay.end()
+    yield from undisturbed.half_for(request.node.name)
 
 
 @pytest.fixture

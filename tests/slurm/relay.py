@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -88,6 +88,13 @@ class Relay:
         metrics = new.folder / self.train.folder / "metrics.jsonl"
         metrics.write_text("".join(metrics.read_text().splitlines(True)[:3]))
         return new
+
+    def half_for(self, test: str) -> Iterator[Relay]:
+        """What a test gets: a folder of that kind, in which training waits after one step; nothing goes on there afterwards."""
+        new = self.half(self.folder.parent / test)
+        new.hold()
+        yield new
+        new.end()
 
     def copy_source(self) -> None:
         """From now on heads run a copy of the source and of the campaign's file, which may be edited."""

@@ -12,8 +12,12 @@ BALLAST = b"1" * (int(os.environ.get("RELAY_MEMORY", "0")) << 20)
 
 
 def score(response: str, problem: object) -> float:
-    """Depends on the response alone. ``RELAY_FAIL`` names a file that must not exist."""
+    """Depends on the response alone.
+
+    ``RELAY_PAUSE`` is in seconds, for each response that came to its end; ``RELAY_FAIL`` names a file that must not exist.
+    """
     wait_while_held()
+    time.sleep(float(os.environ.get("RELAY_PAUSE", "0")))
     if os.environ.get("RELAY_FAIL") and Path(os.environ["RELAY_FAIL"]).exists():
         raise ValueError("told to fail")
     return len(set(response)) / (1 + len(response))

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from workflow.campaign.lock import process_start
 pytestmark = pytest.mark.slurm
 LAYOUT = "engine.layout.data_parallel_size=2"
 TWO_NODES = f"{LAYOUT} site.devices.npu.devices_per_node=1"
-SLOW = {"RELAY_PAUSE": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +30,9 @@ def one_node(cluster, tmp_path_factory) -> Relay:
 
 
 @pytest.fixture
-def half(one_node, request) -> Relay:
-    """A folder in which the second segment is still to be run."""
-    return one_node.half(one_node.folder.parent / request.node.name)
+def half(one_node, request) -> Iterator[Relay]:
+    """A folder in which the second segment is still to be run; it waits there after one step."""
+    yield from one_node.half_for(request.node.name)
 
 
 def of_job(job: str, node: str, *words: str) -> list[int]:
@@ -62,7 +62,7 @@ def check_nothing_is_left(half: Relay, job: str, processes: list[tuple[int, str]
 
 def test_two_nodes_give_the_bits_of_one(one_node, half):
     os_address = {"RAY_ADDRESS": "192.0.2.1:6379"}  # must be ignored: nobody is there
-    head = half.start(overrides=TWO_NODES, **SLOW, **os_address)
+    head = half.start(overrides=TWO_NODES, **os_address)
     job = half.job(head, "RUNNING").job
     half.steps(head, 1)
     nodes = half.cluster.run("squeue", "-h", "-j", job, "-o", "%D %N").split()
@@ -83,6 +83,7 @@ def test_two_nodes_give_the_bits_of_one(one_node, half):
     assert len({variables["RAY_AUTH_TOKEN"] for variables in described.values()}) == 1
     folders = {Path(*Path(v["TORCHINDUCTOR_CACHE_DIR"]).parts[:3]) for v in described.values()}
 
+    half.release()
     assert head.wait() == 0, head.said()
     assert half.weights() == one_node.weights()
     half.cluster.wait_until_idle()
@@ -98,7 +99,7 @@ def environment(pid: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("victim", ["raylet", "engines.workers.ray_node"])
 def test_a_nodes_part_that_dies_ends_the_job_and_the_next_one_goes_on(one_node, half, victim):
-    head = half.start(overrides=TWO_NODES, **SLOW)
+    head = half.start(overrides=TWO_NODES)
     job = half.job(head, "RUNNING").job
     half.steps(head, 1)
     ours = [
@@ -108,6 +109,8 @@ def test_a_nodes_part_that_dies_ends_the_job_and_the_next_one_goes_on(one_node, 
     ]
     for pid in of_job(job, "ascend2", victim):
         os.kill(pid, signal.SIGKILL)
+    half.until(head, "another job", lambda: half.record().attempt == 2)
+    half.release()
     assert head.wait(2 * PATIENCE) == 0, head.said()
     assert "NODE_FAIL: SLURM job" in head.said()
     assert "node ascend2 is lost: its part of the job ended with exit code" in head.said()
@@ -121,6 +124,7 @@ def test_a_nodes_part_that_dies_ends_the_job_and_the_next_one_goes_on(one_node, 
 
 
 def test_on_a_warning_and_when_steps_are_told_to_end_all_ranks_save_and_the_job_goes_on(one_node, half):
+    half.release()
     head = half.start(overrides=TWO_NODES, RELAY_PAUSE="3")
     job = half.job(head, "RUNNING").job
     half.steps(head, 1)
@@ -137,6 +141,7 @@ def test_on_a_warning_and_when_steps_are_told_to_end_all_ranks_save_and_the_job_
 
 
 def test_the_state_of_two_nodes_goes_on_on_one(one_node, half):
+    half.release()
     head = half.start(overrides=LAYOUT)
     assert head.wait() == 0, head.said()
     assert half.weights() == one_node.weights()
