@@ -152,6 +152,7 @@ REFUSED = {
     "cpus_per_node": {"cpus_per_node": "unknown"},
     "memory_per_node_gb": {"memory_per_node_gb": "unknown"},
     "max_nodes": {"max_nodes": "unknown"},
+    "interface": {"interface": "unknown"},
 }
 
 
@@ -166,6 +167,7 @@ def test_what_a_job_does_not_need_may_stay_unknown():
         "walltime": "unknown",
         "cpus_per_node": "unknown",
         "max_nodes": "unknown",
+        "interface": "unknown",
         "whole_nodes": "always",
     }
     request = place(

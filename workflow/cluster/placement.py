@@ -144,6 +144,8 @@ def place(
         raise ConfigError(f"{name}: site {site.name!r} has no SLURM (site.scheduler={site.scheduler})")
     key = f"site.devices.{device}"
     nodes, tasks = offered.spread(ranks, key)
+    if nodes > 1:
+        _known(offered, key, "interface")
     used = offered.devices_per_node if offered.whole_nodes != "no" else _rounded(tasks, offered.gres_multiple)
     seconds = _walltime(offered, key, walltime_seconds)
     if not 0 < warning_seconds <= min(seconds - 1, LARGEST_WARNING):
