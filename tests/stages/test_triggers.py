@@ -104,3 +104,9 @@ def test_a_stage_of_two_runs_stops_when_both_are_stopped_and_saves_when_either_a
     (tmp_path / "ppo" / STOP).touch()
     assert triggers.stop_asked
     assert all(str(tmp_path / run / STOP) in triggers.way_on for run in ("ppo", "grpo"))
+
+
+def test_a_stage_of_no_run_is_never_stopped(tmp_path):
+    plan, _ = plan_campaign(read_options({"campaign": "drill", "site": "local"}), ROOT)
+    alone = plan.model_copy(update={"runs": {}})
+    assert not Triggers.of(alone, tmp_path, next(iter(plan.stages.values()))).stop_asked

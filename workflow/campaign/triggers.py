@@ -34,7 +34,7 @@ class Triggers:
     @property
     def stop_asked(self) -> bool:
         """Whether the stage is to save and end, and not to start before the files are gone."""
-        return all((folder / STOP).exists() for folder in self.folders)
+        return bool(self.folders) and all((folder / STOP).exists() for folder in self.folders)
 
     def saved(self) -> None:
         """Done as asked: the files ``save`` go."""
