@@ -8,53 +8,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from engines.architectures import uses_windows
-from engines.config import EngineConfig, LayoutConfig, nearest
+from engines.limits import Limits, MegatronLimits
 
 logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "baton.engines"
 BOTH = ("language_model", "value_model")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What an engine computes of all that can be configured. Planning and the engine itself refuse by the same table."""
-
-    architectures: tuple[str, ...]
-    """transformers model types."""
-    layout: tuple[str, ...]
-    """The keys of LayoutConfig that it honours."""
-    fused_kernels: bool
-
-    def refuse_model(self, config: Mapping[str, Any]) -> str:
-        """Why a model of this transformers configuration is not served; empty when it is."""
-        model_type = config.get("model_type")
-        if model_type not in self.architectures:
-            return f"model_type={model_type!r} is not served; {nearest(str(model_type), list(self.architectures))}"
-        if uses_windows(config):
-            return "the model has sliding windows, packed attention has none"
-        return ""
-
-    def refuse_settings(self, config: EngineConfig) -> str:
-        """Which settings are not honoured, by their paths below the engine; empty when all are."""
-        plain = LayoutConfig()
-        ignored = [
-            f"layout.{key}={getattr(config.layout, key)}"
-            for key in LayoutConfig.model_fields
-            if key not in self.layout and getattr(config.layout, key) != getattr(plain, key)
-        ]
-        reasons = (
-            [f"{', '.join(ignored)}: it divides work by {', '.join(self.layout)} only"] if ignored else []
-        )
-        if config.fused_kernels and not self.fused_kernels:
-            reasons.append("fused_kernels=True: it has no fused kernels")
-        return "; ".join(reasons)
 
 
 @dataclass(frozen=True)
@@ -73,6 +35,8 @@ class Entry:
     """False: declared, but there is no code yet."""
     limits: Limits | None = None
     """None: planning does not know them, and the engine refuses by itself."""
+    on_top: str = ""
+    """File in env/ with what it needs on top of the environment."""
 
     def served(self) -> list[tuple[str, str, str]]:
         """(model_type, backend, device) of every engine in the module."""
@@ -89,6 +53,22 @@ FSDP = Limits(
 """Of both FSDP engines. The architectures are those whose logits are hidden states times the output embedding, with nothing in
 between."""
 
+MEGATRON = MegatronLimits(
+    architectures=("llama", "qwen2", "qwen3", "qwen3_moe"),
+    layout=(
+        "data_parallel_size",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "virtual_pipeline_parallel_size",
+        "context_parallel_size",
+        "expert_parallel_size",
+        "expert_tensor_parallel_size",
+        "sequence_parallel",
+        "distributed_optimizer",
+    ),
+    fused_kernels=False,
+)
+
 CATALOGUE: tuple[Entry, ...] = (
     Entry("engines.training.fsdp.fsdp2", BOTH, ("fsdp2",), ("cpu", "cuda", "npu"), _HF, "", True, FSDP),
     Entry("engines.training.fsdp.fsdp1", BOTH, ("fsdp",), ("cpu", "cuda", "npu"), _HF, "", True, FSDP),
@@ -97,9 +77,11 @@ CATALOGUE: tuple[Entry, ...] = (
         BOTH,
         ("megatron",),
         ("cpu", "cuda"),
-        ("torch", "megatron-core", "megatron-bridge"),
+        ("torch", "transformers", "safetensors", "megatron-core"),
         "",
-        False,
+        True,
+        MEGATRON,
+        "megatron",
     ),
     # MindSpeed's adaptor must be imported before Megatron: a module of its own makes that order structure.
     Entry(

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from engines.catalog import Entry, Limits, declared_entries, device_present, environment_of, what_is_missing
+from engines.catalog import Entry, declared_entries, device_present, environment_of, what_is_missing
 from engines.config import nearest
+from engines.limits import Limits
 
 Key = tuple[str, str, str]
 EngineClass = TypeVar("EngineClass", bound=type)
@@ -172,7 +173,7 @@ def _import(entry: Entry, key: Key) -> None:
         needs = f"it needs {missing}; " if missing else ""
         raise EngineImportError(
             f"{_show(key)}: importing {entry.module} failed: {type(error).__name__}: {error}; "
-            f"{needs}install env/{environment_of(entry, key[2])}.txt"
+            f"{needs}install env/{entry.on_top or environment_of(entry, key[2])}.txt"
         ) from error
 
 

@@ -36,13 +36,14 @@ from engines.checkpoint.verify import read_state
 class Shard:
     """This rank's block of a global tensor, for frameworks that do not shard with DTensor.
 
-    ``local`` may have zero elements on a rank that holds nothing of it. Every rank that passes elements writes them,
-    so only one of several replicas may.
+    ``local`` may have zero elements on a rank that holds nothing of it.
     """
 
     local: Tensor
     offsets: tuple[int, ...]
     global_shape: tuple[int, ...]
+    owned: bool = True
+    """Whether this rank writes the block: one of those that hold a copy. All of them read it."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def load_shards(
 
 def _block(name: str, tensor: Tensor | DTensor | Shard, rank: int) -> _Block:
     if isinstance(tensor, Shard):
-        return _Block(tensor.local.detach(), tuple(tensor.offsets), tuple(tensor.global_shape), owned=True)
+        return _Block(tensor.local.detach(), tuple(tensor.offsets), tuple(tensor.global_shape), tensor.owned)
     if not isinstance(tensor, DTensor):
         return _Block(tensor.detach(), (0,) * tensor.ndim, tuple(tensor.shape), owned=rank == 0)
     for placement in tensor.placements:

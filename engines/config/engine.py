@@ -24,6 +24,12 @@ class LayoutConfig(Config):
     """Ranks that share the experts; re-slices the same ranks, so it is no factor of the world size."""
     expert_tensor_parallel_size: int = Field(1, ge=1)
     """Ranks that share each expert's matrices."""
+    virtual_pipeline_parallel_size: int = Field(1, ge=1)
+    """Megatron: groups of layers on each pipeline rank; more than 1 interleaves them, for a shorter pipeline bubble."""
+    sequence_parallel: bool = False
+    """Megatron: the ranks of tensor parallelism also share what is done to each token alone (norms, residuals)."""
+    distributed_optimizer: bool = False
+    """Megatron: the data-parallel ranks share the optimizer's state."""
     shard_size: int | None = Field(None, ge=1)
     """FSDP: ranks over which parameters are sharded; fewer than data_parallel_size is HSDP (replicas of shards). All when not set."""
 

@@ -335,7 +335,12 @@ class BaseEngine(ABC):
     ) -> MicroBatchStep:
         topology = self.topology
         micro_batches = split_micro_batches(
-            batch, self.config, forward_only, topology.data_parallel_group, topology.micro_batch_multiple
+            batch,
+            self.config,
+            forward_only,
+            topology.data_parallel_group,
+            topology.micro_batch_multiple,
+            topology.alignment,
         )
         step = MicroBatchStep(self, loss, entropy, self.gradient_scale(len(micro_batches)))
         was_training = self.module.training

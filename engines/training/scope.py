@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from engines.training.batch import NO_PADDING, Alignment
+
 if TYPE_CHECKING:
     from engines.training.base import BaseEngine
 
@@ -26,6 +28,8 @@ class Topology:
     """Whether this rank returns outputs and metrics for its share of the data."""
     micro_batch_multiple: int = 1
     """The number of micro-batches is a multiple of this (interleaved pipelines)."""
+    alignment: Alignment = NO_PADDING
+    """How micro-batches are padded and shared."""
 
 
 class BaseEngineCtx:

@@ -97,7 +97,7 @@ def test_a_campaign_can_start_from_another():
 BAD = {
     "engine=fdsp": ["engine='fdsp'", "did you mean 'fsdp'"],
     "engine.backend=fsdpp": ["engine.backend='fsdpp': unknown backend", "did you mean 'fsdp'"],
-    "engine=megatron": ["megatron on cpu: not built yet", "built: fsdp on cpu"],
+    "engine=torchtitan": ["torchtitan on cpu: not built yet", "built: fsdp on cpu"],
     "engine.device=cuda": ["engine.device='cuda'", "offers cpu"],
     "engine.device=tpu": ["engine.device='tpu'", "'cpu', 'cuda' or 'npu'"],
     "algorithm=gppo": ["algorithm='gppo'", "did you mean"],

@@ -10,12 +10,14 @@ import pytest
 
 from engines.architectures import DEFAULT_POSITIONS, KEYS, ROPE_KEYS, max_positions, uses_windows
 from engines.catalog import CATALOGUE
-from engines.config import ConfigError, LayoutConfig
+from engines.config import ConfigError, EngineConfig, LayoutConfig
 from engines.gguf import read_gguf_header
 from engines.model_folder import locate_gguf
 from workflow.campaign.code import source_root
-from workflow.campaign.forecast import OPTIONAL_SIZES
+from workflow.campaign.forecast import OPTIONAL_SIZES, ModelFacts
 from workflow.campaign.head import plan_campaign, read_options
+from workflow.campaign.placement import place
+from workflow.campaign.site import load_site
 
 BUILT = [entry for entry in CATALOGUE if entry.built]
 BACKENDS = sorted({backend for entry in BUILT for backend in entry.backends})
@@ -123,30 +125,56 @@ def test_keys_of_the_rotary_embedding_are_refused_too() -> None:
     assert "did you mean 'rope_theta'?" in text
 
 
+LAYOUTS = {
+    "shard_size": {"shard_size": 2, "data_parallel_size": 2},
+    "sequence_parallel": {"sequence_parallel": True, "tensor_parallel_size": 2},
+    "distributed_optimizer": {"distributed_optimizer": True, "data_parallel_size": 2},
+    "virtual_pipeline_parallel_size": {"virtual_pipeline_parallel_size": 2, "pipeline_parallel_size": 2},
+    "expert_parallel_size": {"expert_parallel_size": 2, "data_parallel_size": 2},
+    "expert_tensor_parallel_size": {"expert_tensor_parallel_size": 2, "data_parallel_size": 2},
+}
+"""What a key means something with."""
+DIVISIBLE = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "vocab_size": 96,
+    "intermediate_size": 48,
+    "num_experts": 4,
+    "moe_intermediate_size": 24,
+}
+
+
 @pytest.mark.parametrize("key", LayoutConfig.model_fields)
 @pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
 def test_every_parallel_size_is_honoured_or_refused(backend: str, key: str) -> None:
-    words = f"engine.backend={backend} engine.layout.{key}=2"
-    if key == "shard_size":
-        words += " engine.layout.data_parallel_size=2"
+    model_type = "qwen3_moe" if key.startswith("expert") else "qwen3"
+    model = ModelFacts("here", {"model_type": model_type, **DIVISIBLE}, 1000)
+    layout = LAYOUTS.get(key, {key: 2})
+    engine = EngineConfig(backend=backend, device="cpu", layout=layout)
     offers = [entry for entry in BUILT if backend in (*entry.backends, "auto")]
-    if any(key in entry.limits.layout for entry in offers):
-        assert planned(words)
+    chosen = [entry for entry in offers if set(layout) <= set(entry.limits.layout)]
+    site = load_site("local", source_root() / "configs")
+    if chosen:
+        resolved, _ = place(engine, "language_model", model, site, "engine")
+        assert resolved.backend in {name for entry in chosen for name in entry.backends}
     else:
-        assert f"layout.{key}=2: it divides work by data_parallel_size, shard_size only" in refusal(words)
+        with pytest.raises(ConfigError, match=rf"layout\.{key}=\S+: it divides work by data_parallel_size"):
+            place(engine, "language_model", model, site, "engine")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_engine_refuses_what_planning_refuses(backend: str, tmp_path) -> None:
-    from engines.config import EngineConfig
     from engines.registry import EngineRegistry
     from engines.training.errors import UnsupportedConfigError
 
+    (limits,) = {entry.limits for entry in BUILT if backend in entry.backends}
+    flags = {"sequence_parallel": True, "distributed_optimizer": True}
     settings = [{"fused_kernels": True}]
     settings += [
-        {"layout": {key: 2}}
+        {"layout": {"data_parallel_size": 2, key: flags.get(key, 2)}}
         for key in LayoutConfig.model_fields
-        if key not in ("data_parallel_size", "shard_size")
+        if key not in limits.layout
     ]
     for setting in settings:
         config = EngineConfig(backend=backend, device="cpu", forward_only=True, **setting)

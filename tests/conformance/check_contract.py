@@ -18,6 +18,7 @@ from tests.conformance.data import LENGTHS, Sequence
 from tests.conformance.losses import PoisonedLoss
 from tests.conformance.subject import (
     ADAMW,
+    LAYOUTS,
     Mismatch,
     Subject,
     exported,
@@ -234,14 +235,16 @@ def check_budget(subject: Subject, timeout: float = 60) -> None:
     recording = Subject(
         subject.model_type, subject.backend, subject.device, subject.layout, _recording(subject)
     )
-    lengths = (*LENGTHS[:-1], 41)
+    cap = 40 * LAYOUTS[subject.layout].context_parallel_size  # of the ranks that share a sequence
+    lengths = (*LENGTHS[:-1], cap + 1)
     ranks = recording.run(_budget, subject.model(), batches(1)[0], batches(1, lengths)[0], timeout=timeout)
     for message, before, after, sizes, _ in ranks:
-        require("41" in message and "token_budget" in message, f"the error says: {message}")
+        said = str(cap + 1) in message and "token_budget" in message
+        require(said, f"the error says: {message}")
         require_equal_tensors("parameter after the refusal", after, before)
         require(
-            max(tokens for tokens, _ in sizes) <= 40,
-            f"micro-batches of (tokens, sequences) {sizes}; the cap is 40",
+            max(tokens for tokens, _ in sizes) <= cap,
+            f"micro-batches of (tokens, sequences) {sizes}; the cap is {cap}",
         )
     require(len({len(sizes) for *_, sizes, _ in ranks}) == 1, "ranks ran different numbers of micro-batches")
     static = [sizes for *_, sizes in ranks]

@@ -161,7 +161,7 @@ def check_bfloat16(subject: Subject) -> None:
         _train, model, steps, subject.loss, how, {"dtype": "bfloat16"}
     ):
         for step in metrics:
-            require(step["skipped_steps"][0] == 0, "a step was skipped")
+            require(not step or step["skipped_steps"][0] == 0, "a step was skipped")
         cosine = _cosine(gradient, expected.gradients)
         require(cosine >= 0.995, f"cosine of the gradient with the reference's is {cosine:.4f}")
         require(cosine < 1 - 1e-9, "the gradient is float32's: nothing ran in bfloat16")
@@ -211,10 +211,11 @@ def check_schedule(subject: Subject, name: str) -> None:
     schedule = {"name": name, "warmup": warmup, "total": total, "min_ratio": min_ratio}
     model, steps = subject.model(), batches(total + 1, LENGTHS[:5])
     expected = subject.reference(model).train(steps, subject.loss, {**ADAMW, "schedule": schedule})
-    for metrics, parameters in subject.run(_train_on_schedule, model, steps, optimizer, total):
-        for step, right in enumerate(expected.rates):
-            rate, count = metrics[step]["lr"]
-            require_close(f"learning rate of step {step}", rate / count, right, 1e-12)
+    ranks = subject.run(_train_on_schedule, model, steps, optimizer, total)
+    for step, right in enumerate(expected.rates):
+        found = merged([metrics[step] for metrics, _ in ranks])["lr"]
+        require_close(f"learning rate of step {step}", found, right, 1e-12)
+    for _, parameters in ranks:
         require_close_tensors("parameter", parameters, expected.parameters, 2 * PARAMETERS, absolute=True)
 
 

@@ -24,12 +24,43 @@ from tests.conformance.reference import Reference
 from tests.support.models import save_tiny_model
 from tests.support.ranks import run_ranks
 
-LAYOUTS = {
+FSDP_LAYOUTS = {
     "world 1": LayoutConfig(),
     "world 2": LayoutConfig(data_parallel_size=2),
     "world 4": LayoutConfig(data_parallel_size=4),
     "HSDP 2x2": LayoutConfig(data_parallel_size=4, shard_size=2),
 }
+
+
+def _megatron(name: str) -> LayoutConfig:
+    """The layout that a name spells: TP2xPP2, sequence parallel with a plus; DO is the distributed optimizer."""
+    letters = {"TP": "tensor", "PP": "pipeline", "VPP": "virtual_pipeline", "CP": "context", "DP": "data"}
+    letters |= {"EP": "expert", "ETP": "expert_tensor"}
+    words = name.split("+")
+    sizes = {f"{letters[word[:-1]]}_parallel_size": int(word[-1]) for word in words[0].split("x")}
+    return LayoutConfig(**sizes, sequence_parallel="SP" in words, distributed_optimizer="DO" in words)
+
+
+MEGATRON_LAYOUTS = {"world 1": LayoutConfig()} | {
+    name: _megatron(name)
+    for name in (
+        "TP2",
+        "TP2+SP",
+        "PP2",
+        "PP2xVPP2",
+        "CP2",
+        "DP2+DO",
+        "EP2xDP2",
+        "TP2xETP2+SP",
+        "TP2xPP2",
+        "TP2xCP2+SP",
+        "PP2xVPP2xDP2",
+        "TP2xPP2xDP2+SP+DO",
+        "TP2xEP2xDP2+SP",
+        "PP2xEP2xDP2+DO",
+    )
+}
+LAYOUTS = FSDP_LAYOUTS | MEGATRON_LAYOUTS
 
 # eps well above the rounding of gradients: below it AdamW turns noise in tiny elements into whole steps.
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.01, "clip_grad_norm": 0.5}
@@ -65,6 +96,10 @@ class Subject:
 
     def model(self, family: str = "qwen3", **overrides: Any) -> Path:
         """A folder with a tiny model of this subject's type; the same folder for the same arguments."""
+        layout = LAYOUTS[self.layout]
+        stages = layout.pipeline_parallel_size * layout.virtual_pipeline_parallel_size
+        if stages > 2:
+            overrides = {"num_hidden_layers": stages, **overrides}
         return _model_folder(family, self.model_type == "value_model", tuple(sorted(overrides.items())))
 
     def engine(

@@ -41,8 +41,8 @@ def test_every_backend_is_declared_whether_built_or_not() -> None:
     backends = {backend for _, backend, _ in triples}
     assert backends == {"fsdp", "fsdp2", "megatron", "torchtitan", "veomni", "automodel"}
     built = {key for key, t in triples.items() if t.state == "built"}
-    types, fsdp = ("language_model", "value_model"), ("fsdp", "fsdp2")
-    assert {key for key in built if key[2] == "cpu"} == {(m, b, "cpu") for m in types for b in fsdp}
+    types, backends = ("language_model", "value_model"), ("fsdp", "fsdp2", "megatron")
+    assert {key for key in built if key[2] == "cpu"} == {(m, b, "cpu") for m in types for b in backends}
     mindspeed = triples["language_model", "megatron", "npu"]
     assert "mindspeed" in mindspeed.module
     assert mindspeed.environment == "ascend"
@@ -92,7 +92,7 @@ def test_unknown_keys_name_the_nearest_spelling_and_all_triples(key: tuple[str, 
 
 def test_a_declared_engine_without_code_is_not_unknown() -> None:
     with pytest.raises(EngineNotBuiltError, match="not built yet"):
-        EngineRegistry.get_engine_cls("language_model", "megatron", "cpu")
+        EngineRegistry.get_engine_cls("language_model", "torchtitan", "cpu")
 
 
 def test_lookup_returns_the_class_and_auto_takes_a_device_that_is_there(
@@ -138,7 +138,7 @@ def test_registering_expands_sequences_and_refuses_others_under_the_same_key(cla
 def test_errors_survive_python_o() -> None:
     script = """
         from engines.registry import EngineNotBuiltError, EngineRegistry, UnknownEngineError
-        for backend, expected in (("fsdp3", UnknownEngineError), ("megatron", EngineNotBuiltError)):
+        for backend, expected in (("fsdp3", UnknownEngineError), ("torchtitan", EngineNotBuiltError)):
             try:
                 EngineRegistry.get_engine_cls("language_model", backend, "cpu")
             except expected:
@@ -146,7 +146,7 @@ def test_errors_survive_python_o() -> None:
     """
     command = [sys.executable, "-O", "-c", textwrap.dedent(script)]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["fsdp3", "megatron"]
+    assert run.stdout.split() == ["fsdp3", "torchtitan"]
 
 
 def test_third_parties_add_engines_by_entry_point(

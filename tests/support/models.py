@@ -39,6 +39,11 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
     "qwen3-tied": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": True}),
     "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, _MOE),
+    "qwen3-moe-tied": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {**_MOE, "norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
 }
 
 

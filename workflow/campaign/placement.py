@@ -111,8 +111,9 @@ def _refuse(triple: Triple, engine: EngineConfig, model: ModelFacts) -> str:
         return f"needs {triple.reason}" if triple.reason else triple.state
     if triple.limits is None:
         return ""
-    reason = triple.limits.refuse_model(model.config)
-    return f"{model.source}: {reason}" if reason else triple.limits.refuse_settings(engine)
+    if reason := triple.limits.refuse_model(model.config):
+        return f"{model.source}: {reason}"
+    return triple.limits.refuse_settings(engine) or triple.limits.refuse_layout(engine, model.config)
 
 
 def _too_large(engine: EngineConfig, device: str, model: ModelFacts, site: SiteConfig) -> str:

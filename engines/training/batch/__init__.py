@@ -2,6 +2,8 @@
 
 from engines.training.batch.packed import PackedBatch
 from engines.training.batch.split import (
+    NO_PADDING,
+    Alignment,
     MicroBatch,
     SequenceTooLongError,
     balanced_partitions,
@@ -12,6 +14,8 @@ from engines.training.batch.weights import AGGREGATIONS, LossTotals, loss_totals
 
 __all__ = [
     "AGGREGATIONS",
+    "NO_PADDING",
+    "Alignment",
     "LossTotals",
     "MicroBatch",
     "PackedBatch",

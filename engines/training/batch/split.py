@@ -21,6 +21,29 @@ class SequenceTooLongError(ValueError):
 
 
 @dataclass(frozen=True)
+class Alignment:
+    """To what a backend pads micro-batches, and how many ranks share one. Padding counts against the budget."""
+
+    sequence: int = 1
+    """Each sequence is padded to a multiple of this."""
+    total: int = 1
+    """So are all of them together."""
+    ranks: int = 1
+    """Ranks that share each sequence; the budget is one rank's."""
+
+    def rows(self, lengths: Sequence[int]) -> int:
+        """Rows of a micro-batch of sequences of these lengths, on all ranks together."""
+        return -(-sum(self.padded(lengths)) // self.total) * self.total
+
+    def padded(self, lengths: Sequence[int]) -> list[int]:
+        """Rows of each sequence."""
+        return [-(-length // self.sequence) * self.sequence for length in lengths]
+
+
+NO_PADDING = Alignment()
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """A part of a rank's batch that is executed at once."""
 
@@ -76,27 +99,29 @@ def split_micro_batches(
     forward_only: bool,
     group: dist.ProcessGroup | None = None,
     multiple: int = 1,
+    alignment: Alignment = NO_PADDING,
 ) -> list[MicroBatch]:
     """Cut ``batch`` into micro-batches, equally many on every rank of ``group``. Collective.
 
     The number is the largest that any rank needs, rounded up to ``multiple``; ranks with fewer sequences than that add
-    fillers. With dynamic micro-batches no micro-batch exceeds the token budget.
+    fillers. With dynamic micro-batches no micro-batch exceeds the token budget, padding included.
 
     Raises:
         SequenceTooLongError: on all ranks, when any rank has a sequence above the token budget.
     """
-    lengths = batch.lengths.tolist()
-    budget = config.token_budget
+    lengths = alignment.padded(batch.lengths.tolist())
+    key = "token_budget"
     if forward_only and config.inference_token_budget is not None:
-        budget = config.inference_token_budget
+        key = "inference_token_budget"
+    budget = getattr(config, key) * alignment.ranks // alignment.total * alignment.total
     bins = _bins_in_budget(lengths, budget) if config.dynamic_micro_batches else _chunks(len(batch), config)
-    longest = max(lengths, default=0)
+    longest = int(batch.lengths.max()) if len(batch) else 0
     count, longest = _largest(len(bins), longest, group)
-    if config.dynamic_micro_batches and longest > budget:
-        key = "inference_token_budget" if budget != config.token_budget else "token_budget"
+    if config.dynamic_micro_batches and alignment.rows([longest]) > budget:
+        shared = f", shared by {alignment.ranks} ranks" if alignment.ranks > 1 else ""
         raise SequenceTooLongError(
-            f"a sequence of {longest} tokens does not fit the budget of a micro-batch: raise engine.{key} ({budget}) "
-            f"or drop the sequence"
+            f"a sequence of {longest} tokens does not fit the budget of a micro-batch{shared}: raise engine.{key} "
+            f"({getattr(config, key)}) or drop the sequence"
         )
     count = max(1, -(-count // multiple)) * multiple
     if len(bins) < count:
@@ -113,7 +138,7 @@ def _chunks(num_sequences: int, config: EngineConfig) -> list[list[int]]:
 def _bins_in_budget(lengths: list[int], budget: int) -> list[list[int]]:
     """The fewest balanced bins that all fit ``budget``; costly ones first. A single sequence always has its bin."""
     costs = sequence_costs(lengths)
-    parts = -(-sum(lengths) // budget)
+    parts = -(-sum(lengths) // max(1, budget))
     while True:
         bins = balanced_partitions(costs, parts) if lengths else []
         if parts >= len(lengths) or _fits(bins, lengths, budget):

@@ -12,17 +12,15 @@ from torch import Tensor, nn
 
 from engines.catalog import FSDP
 from engines.config import EngineConfig
-from engines.streams import stream_key
 from engines.training import packed_attention
 from engines.training.batch import PackedBatch
 from engines.training.errors import UnsupportedConfigError
 from engines.training.log_probs import token_log_probs
 from engines.training.packed_attention import Segments
+from engines.training.value_head import value_head
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-VALUE_HEAD = "score.weight"
 
 
 class TokenModel(nn.Module):
@@ -87,8 +85,7 @@ def predictors(batch: PackedBatch) -> Tensor:
 def load_model(folder: Path, model_type: str, config: EngineConfig, temperature: float) -> TokenModel:
     """The model of ``folder`` on cpu in float32.
 
-    A value model whose folder has no ``score.weight`` gets a head drawn from ``config.seed`` with standard deviation
-    0.1 / sqrt(hidden_size): hidden states have unit scale after the last norm, so the first values are around 0.1.
+    A value model whose folder has no head gets one that is drawn from ``config.seed``.
 
     Raises:
         UnsupportedConfigError: an architecture that these engines do not compute exactly.
@@ -123,24 +120,9 @@ def _check_architecture(folder: Path, hf_config: PretrainedConfig) -> None:
 
 def _value_head(folder: Path, hidden_size: int, seed: int) -> nn.Linear:
     head = nn.Linear(hidden_size, 1, bias=False)
-    stored = _read_tensor(folder, VALUE_HEAD)
     with torch.no_grad():
-        if stored is not None:
-            head.weight.copy_(stored)
-        else:
-            generator = torch.Generator().manual_seed(stream_key(seed, "value head"))
-            head.weight.normal_(0.0, 0.1 * hidden_size**-0.5, generator=generator)
+        head.weight.copy_(value_head(folder, hidden_size, seed))
     return head
-
-
-def _read_tensor(folder: Path, name: str) -> Tensor | None:
-    from safetensors import safe_open
-
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            if name in file.keys():  # noqa: SIM118 - not a dict
-                return file.get_tensor(name)
-    return None
 
 
 @contextlib.contextmanager

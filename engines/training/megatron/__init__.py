@@ -1,0 +1,28 @@
+"""Megatron-core as an engine. Importing this package imports Megatron, with what it asks for and does not use on a CPU left out."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+import types
+import warnings
+
+
+def _import_megatron() -> None:
+    """One of Megatron's modules imports triton without asking whether it is there; its two kernels are never called here."""
+    kernels = "megatron.core.transformer.moe.ops.paged_stash"
+    if importlib.util.find_spec("triton") is None:
+        module = types.ModuleType(kernels)
+        module.GLOBAL_BLOCK_SIZE = 1024
+        module.paged_stash_copy_kernel = module.paged_stash_pop_kernel = None
+        sys.modules.setdefault(kernels, module)
+    with warnings.catch_warnings():  # that Transformer Engine and Apex are not installed
+        warnings.simplefilter("ignore")
+        importlib.import_module("megatron.core")
+    # Notices on every model: that it should be built from another class, that its buffers are laid out later.
+    for name in ("models.gpt.gpt_model", "distributed.distributed_data_parallel"):
+        logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
+
+
+_import_megatron()
