@@ -55,8 +55,20 @@ class Campaign:
             out.write(f"== start {self.starts}\n")
             out.flush()
             self.head = subprocess.Popen(
-                command, cwd=self.folder, env=variables, stdout=out, stderr=out, start_new_session=True
+                self.command(),
+                cwd=self.folder,
+                env=variables,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                preexec_fn=_unhurried,
             )
+
+    def command(self) -> list[str]:
+        """What is run: the workflow as people start it."""
+        root = source_root()
+        workflow = ["--snakefile", str(root / "Snakefile"), "--profile", str(root / self.profile)]
+        return [sys.executable, "-m", "snakemake", *workflow, "--quiet", "rules", "--config", *self.words]
 
     @property
     def output(self) -> Path:
@@ -103,6 +115,11 @@ class Campaign:
         wait_gone(left, 10)
 
 
+def _unhurried() -> None:
+    """The campaign is no more urgent than any other, though the drill may be."""
+    os.setpriority(os.PRIO_PROCESS, 0, 0)
+
+
 @contextlib.contextmanager
 def own_disk(folder: Path) -> Iterator[str]:
     """Make ``folder`` a small filesystem of its own where this user may; yields how a full disk is made: ``tmpfs`` or ``limit``."""
@@ -139,10 +156,11 @@ def full_disk(campaign: Campaign, how: str) -> Iterator[None]:
         yield  # the limit goes with the processes that have it
         return
     ballast = campaign.folder / ".ballast"
-    free = shutil.disk_usage(campaign.folder).free
-    with ballast.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, max(free - LEFT_BYTES, 1))
     try:
+        with ballast.open("wb") as file:
+            while (more := shutil.disk_usage(campaign.folder).free - LEFT_BYTES) > 0:
+                with contextlib.suppress(OSError):  # somebody was faster: there is less now
+                    os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, more)
         yield
     finally:
         ballast.unlink()

@@ -4,7 +4,8 @@ The kernel (inotify) tells of every file that is made, moved or opened, so nothi
 
 - *save*: a temporary folder ``.step000040.1a2b`` appears; it ends when that folder is gone, because it was renamed.
 - *load*: a training that has said nothing yet but that it starts opens a state's description; it ends when the log says where it goes on.
-- *publication*: the temporary file of a manifest appears; it ends when the log says that it is published.
+- *publication*: the state at which a training's segment ends is there, or the temporary file of a manifest appears; it ends when
+  the log says that it is published.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ class Watcher:
                 if mask & _CREATE:
                     return self._begin(SAVE, folder)
                 return self._end(SAVE, folder) if mask & (_MOVED_FROM | _DELETE) else []
+            if _STATE.fullmatch(name) and mask & _MOVED_TO and (folder / f"log-{name}.txt").exists():
+                return self._begin(PUBLICATION, folder)
             return []
         stage = folder.parent if _STATE.fullmatch(folder.name) else folder
         if name.startswith(_TEMPORARY_MANIFEST) and mask & _CREATE:
@@ -109,8 +112,8 @@ class Watcher:
     def _begin(self, phase: str, folder: Path) -> list[Moment]:
         known = self._open.get((phase, folder))
         now = time.monotonic()
-        if phase == LOAD and known is not None and now - known < 1:
-            return []  # one load opens several states
+        if phase != SAVE and known is not None and now - known < 1:
+            return []  # one load opens several files, and one publication makes several
         self._open[phase, folder] = now
         return [Moment(phase, folder, now)]
 
