@@ -13,18 +13,19 @@ SEED ?= 0
 CONTROLS ?= false
 ENGINE ?=
 SET ?=
+KILLS ?= 60
 PROFILE ?= profiles/local
 OVERRIDES := $(strip $(if $(ENGINE),engine=$(ENGINE)) $(SET))
 SNAKEMAKE = $(BIN)/snakemake --profile $(PROFILE) --quiet rules --config
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo demo-smollm2 drill test test-slurm slurm-demo check format bench bench-slurm clean
+.PHONY: help demo demo-smollm2 smoke drill test test-slurm slurm-demo check format bench bench-slurm clean
 .DEFAULT_GOAL := help
 
 help: ## what there is
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
-	@echo "  variables: SEED=$(SEED) CONTROLS=$(CONTROLS) ENGINE=fsdp|fsdp2 SET='key=value ...' CAMPAIGN=$(CAMPAIGN)"
+	@echo "  variables: SEED=$(SEED) CONTROLS=$(CONTROLS) ENGINE=fsdp|fsdp2 SET='key=value ...' CAMPAIGN=$(CAMPAIGN) KILLS=$(KILLS)"
 
 demo: $(VENV)/.light ## the main job: SFT, then PPO and GRPO in segments, evaluation, export, report
 	@echo "== campaign $(CAMPAIGN), seed $(SEED)"
@@ -34,8 +35,13 @@ demo-smollm2: $(VENV)/.smollm2 ## the same chain for SmolLM2-135M-Instruct, two 
 	@echo "== campaign demo-smollm2, seed $(SEED)"
 	$(SNAKEMAKE) campaign=demo-smollm2 seed=$(SEED) $(if $(OVERRIDES),set='$(OVERRIDES)')
 
-drill: $(VENV)/.light ## the same stages in six steps with a model of a few thousand parameters
+smoke: $(VENV)/.light ## the same stages in six steps with a model of a few thousand parameters
 	$(SNAKEMAKE) campaign=drill seed=$(SEED) $(if $(OVERRIDES),set='$(OVERRIDES)')
+
+drill: $(VENV)/.light ## the same campaign left alone and under KILLS random faults: both must be equal, bit for bit
+	@echo "== drill: $(KILLS) faults, seed $(SEED)"
+	rm -rf results/drills/faults-seed$(SEED)
+	$(BIN)/baton drill faults --kills $(KILLS) --seed $(SEED) $(addprefix --set ,$(OVERRIDES))
 
 test: $(VENV)/.full $(VENV)/.browser ## all tests
 	@echo "== tests"

@@ -13,6 +13,7 @@ import yaml
 
 from workflow.drill.campaign import Campaign
 from workflow.drill.faults import Signal, driver_processes
+from workflow.drill.processes import working_in
 from workflow.drill.run import Drill, Record
 from workflow.drill.watch import SAVE
 
@@ -83,3 +84,36 @@ def test_a_planted_defect_is_found(tmp_path, defect, told):
     problems = record.rounds[-1].problems
     assert any(problem.startswith(told) for problem in problems), problems
     assert (tmp_path / "drill" / "disturbed1").exists()  # to be looked at
+
+
+def test_twelve_faults_change_nothing(tmp_path):
+    """The command, on the workflow as people start it."""
+    words = ("drill", "faults", "--kills", "12", "--seed", "0", "--set", "site=local", "--output", "drill")
+    done = subprocess.run(
+        [sys.executable, "-m", "workflow.cli", *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "drill" / "drill.json").read_text())
+    counted = [strike for strike in found["strikes"] if strike["counted"]]
+    assert found["passed"]
+    assert len(counted) >= 12
+    assert sum(strike["during"] is not None for strike in counted) >= 3
+    assert len({strike["kind"] for strike in counted}) >= 8, Counter(strike["kind"] for strike in counted)
+    page = (tmp_path / "drill" / "drill.md").read_text()
+    assert page.startswith("# Drill: nothing differs")
+    assert page.count("\n| ") > 12
+    assert not working_in(tmp_path)
+
+
+def test_damage_is_damage(tmp_path):
+    file, draw = tmp_path / "state.json", random.Random(0)
+    told = set()
+    for _ in range(20):
+        file.write_bytes(bytes(range(100)))
+        told.add(damage(file, draw).split()[0])
+        assert file.read_bytes() != bytes(range(100))
+    assert told == {"bit", "cut"}

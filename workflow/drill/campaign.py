@@ -24,6 +24,10 @@ LEFT_BYTES = 8 * 1024
 """On it when it is full: enough for a line of a log, not for a state."""
 
 
+FILLS = 3
+"""Goes at it, while others write."""
+
+
 class DrillError(RuntimeError):
     """The drill cannot be made: the campaign does not end even when it is left alone, or what is needed is missing."""
 
@@ -158,9 +162,11 @@ def full_disk(campaign: Campaign, how: str) -> Iterator[None]:
     ballast = campaign.folder / ".ballast"
     try:
         with ballast.open("wb") as file:
-            while (more := shutil.disk_usage(campaign.folder).free - LEFT_BYTES) > 0:
-                with contextlib.suppress(OSError):  # somebody was faster: there is less now
-                    os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, more)
+            for _ in range(FILLS):
+                more = shutil.disk_usage(campaign.folder).free - LEFT_BYTES
+                if more > 0:
+                    with contextlib.suppress(OSError):  # somebody was faster: there is less now
+                        os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, more)
         yield
     finally:
         ballast.unlink()
