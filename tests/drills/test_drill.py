@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import random
 import signal
+import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,8 +16,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.jobs import ROOT
 from workflow.drill.campaign import Campaign
-from workflow.drill.faults import Signal, driver_processes
+from workflow.drill.faults import Signal, damage, driver_processes
 from workflow.drill.processes import working_in
 from workflow.drill.run import Drill, Record
 from workflow.drill.watch import SAVE
