@@ -255,7 +255,7 @@ def stage_in_command(
         str | None, typer.Option(help="a file in configs/site; found by the cluster's name")
     ] = None,
 ) -> None:
-    """Verify, on a host with internet, all that a campaign's jobs will read; exit code 1, with what to do, when anything is missing."""
+    """Fetch and verify, on a host with internet, all that a campaign needs; exit code 1, with what to do, when anything is missing."""
     options = CampaignOptions(campaign=campaign, set=" ".join(set or []), controls=controls, site=site)
     try:
         findings = list(stage_in(on_this_site(options, source_root()), source_root()))

@@ -210,5 +210,8 @@ def test_a_finished_campaign_is_shown_and_snakemake_reports_it(project):
     code, output = project.run("--config", "campaign=drill", "--report", "snakemake-report.html")
     assert code == 0, output
     assert Path("snakemake-report.html").stat().st_size > 100_000
-    code, output = project.run("--config", "campaign=drill")
-    assert "Nothing to be done" in output
+    for word in ("controls=false", "recut=true"):  # new cuts of what is all published are the old ones
+        code, output = project.run("--config", "campaign=drill", word)
+        assert "Nothing to be done" in output
+    noted = json.loads(Path("results/drill/cuts.json").read_text())
+    assert {tuple(note["cuts"]) for note in noted.values()} == {(2, 4, 6)}

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from engines.architectures import check_keys
@@ -14,6 +13,7 @@ from engines.checkpoint.store import parse_policy
 from engines.config import ConfigError
 from engines.gguf import read_gguf_header
 from engines.model_folder import check_model_folder, locate_gguf
+from workflow.campaign.hub import check_fetched, is_hub
 from workflow.campaign.schema import ModelConfig
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -50,9 +50,11 @@ def read_model(model: ModelConfig) -> ModelFacts:
         ConfigError: a key that its architecture does not have, or a size that is none.
         ModelFolderError: the folder is incomplete or damaged, or the package is missing.
     """
-    if model.path is not None:
-        tensors = check_model_folder(Path(model.path))
-        file = Path(model.path) / "config.json"
+    if model.folder is not None:
+        if is_hub(model.path):
+            check_fetched(model.path)
+        tensors = check_model_folder(model.folder)
+        file = model.folder / "config.json"
         total = sum(math.prod(entry.shape) for entry in tensors.values())
         return ModelFacts(str(file), json.loads(file.read_text(encoding="utf-8")), total)
     if model.package is not None:

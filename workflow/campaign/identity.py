@@ -14,6 +14,7 @@ from typing import Any
 
 from engines.checkpoint.verify import sha256
 from engines.config import ConfigError, nearest
+from workflow.campaign.hub import is_hub
 from workflow.campaign.paths import ABSENT, lookup, replaced
 from workflow.campaign.stages import Stage
 from workflow.manifest import canonical_json
@@ -126,6 +127,10 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
+def _model_content(key: str, value: str) -> str:
+    return value if is_hub(value) else _path_content(key, value)  # a commit says what is in it
+
+
 def _path_content(key: str, value: str) -> str:
     path = Path(value)
     if not path.exists():
@@ -193,7 +198,7 @@ def _module_names(file: Path, mtime: int) -> frozenset[str]:
 
 
 _CONTENT_PATHS = {
-    "model.path": _path_content,
+    "model.path": _model_content,
     "model.package": _package_content,
     "data.train_file": _path_content,
     "data.heldout_file": _path_content,

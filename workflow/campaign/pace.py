@@ -81,10 +81,10 @@ def warning_for(save_seconds: float, step_seconds: float = 0.0) -> int:
 
 def measured_pace(spec: StageSpec) -> Pace | None:
     """The slowest of the newest published segments of this training, or else of trainings whose steps are as much work."""
-    own = sorted(Path(spec.folder).glob(f"step*/{MANIFEST}"), reverse=True)
-    if pace := _slowest(_measured(own, spec), "of this training"):
+    folder = Path(spec.folder)
+    if pace := _slowest(_measured([folder], spec), "of this training"):
         return pace
-    others = sorted(Path(spec.folder).parent.glob(f"{spec.slug}-????????/step*/{MANIFEST}"))
+    others = sorted(folder.parent.glob(f"{spec.slug}-????????"))
     return _slowest(_measured(others, spec), f"of other trainings {spec.slug}")
 
 
@@ -135,10 +135,12 @@ def work_of(stage: StageSpec | Manifest) -> tuple[Any, ...]:
     )
 
 
-def _measured(paths: Iterable[Path], spec: StageSpec) -> Iterator[dict[str, float]]:
-    """What segments say of their pace, those that did any step and are as much work as ``spec``."""
+def _measured(folders: Iterable[Path], spec: StageSpec) -> Iterator[dict[str, float]]:
+    """What segments say of their pace, those that did any step and are as much work as ``spec``; of each folder the newest first."""
     work = work_of(spec)
-    for path in paths:
+    for path in (
+        path for folder in folders for path in sorted(folder.glob(f"step*/{MANIFEST}"), reverse=True)
+    ):
         try:
             manifest = read_manifest(path)
         except ManifestError:

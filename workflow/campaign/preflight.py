@@ -140,7 +140,7 @@ def _measure(run: RunConfig) -> Lengths:
     if run.model.package is not None:
         return NOTHING_KNOWN
     with tempfile.TemporaryDirectory() as made:
-        folder = Path(made) if run.model.path is None else Path(run.model.path)
+        folder = run.model.folder or Path(made)
         if run.model.tokenizer is not None:
             texts = tokenizer_texts(run.data, CHAT_TEMPLATE)
             try:

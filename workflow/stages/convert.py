@@ -1,6 +1,7 @@
 """convert: a base model, whatever its source, becomes verified safetensors with its tokenizer in ``model/``.
 
-Sources: an architecture (random weights), a local Hugging Face folder, or a package that carries GGUF.
+Sources: an architecture (random weights), a local Hugging Face folder, a model of the Hub that was fetched before, or a package that
+carries GGUF.
 Verified before publishing: the written files are loaded again; every tensor and the logits on a fixed prompt are bit-equal,
 the tokenizer gives the same ids, and the chat template and the end-of-sequence token are carried over.
 Left out: quantised weights as they are (GGUF is dequantised), pickled weights (refused), anything from the network.
@@ -27,6 +28,7 @@ from transformers import (
 
 from engines.model_folder import ModelFolderError, locate_gguf, vocabulary_size
 from engines.streams import stream_key
+from workflow.campaign.hub import is_hub, verify_fetched
 from workflow.campaign.schema import DataConfig, ModelConfig
 from workflow.data import tokenizer_texts
 from workflow.data.tokenizer import CHAT_TEMPLATE, save_tokenizer, train_tokenizer
@@ -83,6 +85,9 @@ def convert(
     folder.mkdir(parents=True)
     if config.architecture is not None:
         source = from_architecture(config, folder, seed, data)
+    elif config.path is not None and is_hub(config.path):
+        source = from_folder(verify_fetched(config.path), trust_remote_code=False)
+        source.origin |= {"kind": "hub", "source": config.path}
     elif config.path is not None:
         source = from_folder(Path(config.path), config.trust_remote_code)
     else:
