@@ -29,9 +29,9 @@ class FetchFailed(RuntimeError):
     """The Hub was not reached, or does not have what is asked for; the message says which."""
 
 
-def is_hub(path: str) -> bool:
+def is_hub(path: str | None) -> bool:
     """Whether a ``model.path`` is the Hub's."""
-    return path.startswith(PREFIX)
+    return path is not None and path.startswith(PREFIX)
 
 
 def check_source(source: str) -> None:

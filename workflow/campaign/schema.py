@@ -52,7 +52,7 @@ class ModelConfig(Config):
             raise ValueError(
                 f"exactly one of architecture, path and package must be set, not {given or 'none'}"
             )
-        if self.path is not None and is_hub(self.path):
+        if is_hub(self.path):
             check_source(self.path)
         if (self.tokenizer is not None) != (self.architecture is not None):
             raise ValueError("tokenizer belongs to architecture: set both or neither")

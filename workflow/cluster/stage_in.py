@@ -68,7 +68,7 @@ def _model(model: ModelConfig) -> Finding:
     try:
         if model.architecture is not None:
             return Finding("good", subject, "random weights, made from its configuration")
-        if model.path is not None and is_hub(model.path):
+        if is_hub(model.path):
             there = hub_folder(model.path).exists()
             folder = verify_fetched(model.path) if there else fetch(model.path)
             how = "as it was fetched" if there else "fetched now, as the Hub lists it"

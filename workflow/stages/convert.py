@@ -85,7 +85,7 @@ def convert(
     folder.mkdir(parents=True)
     if config.architecture is not None:
         source = from_architecture(config, folder, seed, data)
-    elif config.path is not None and is_hub(config.path):
+    elif is_hub(config.path):
         source = from_folder(verify_fetched(config.path), trust_remote_code=False)
         source.origin |= {"kind": "hub", "source": config.path}
     elif config.path is not None:
