@@ -18,6 +18,7 @@ from engines.registry import EngineRegistry
 from workflow.campaign.build import PlannedRun
 from workflow.campaign.code import source_root
 from workflow.campaign.head import REFUSALS, on_this_site, plan_campaign
+from workflow.campaign.head import recut as recut_campaign
 from workflow.campaign.pace import expected_pace
 from workflow.campaign.plan import CURRENT, RESULTS, Plan, PlanError, read_plan
 from workflow.campaign.schema import CampaignOptions
@@ -185,6 +186,7 @@ def head(
     site: Annotated[
         str | None, typer.Option(help="a file in configs/site; found by the cluster's name")
     ] = None,
+    recut: Annotated[bool, typer.Option(help="with new cuts for what remains")] = False,
 ) -> None:
     """Run a campaign from a small job that requeues itself, where login nodes end long processes."""
     configs = source_root() / "configs"
@@ -194,8 +196,12 @@ def head(
         words += [] if seed is None else [f"seed={seed}"]
         words += ["controls=true"] if controls else []
         words += [f"set={' '.join(set)}"] if set else []
+        if recut:
+            text = " ".join(set or [])
+            chosen = CampaignOptions(campaign=campaign, set=text, seed=seed, controls=controls, site=site)
+            recut_campaign(chosen, source_root())
         job, new = submit_head(campaign, words, load_site(site, configs), RESULTS)
-    except (ConfigError, SlurmUnavailable, SlurmLimit, SlurmRefused) as error:
+    except (*REFUSALS, SlurmUnavailable, SlurmLimit, SlurmRefused) as error:
         console.print(f"[red]refused:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1) from None
     word = "is" if new else "is already"

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from engines.config import ConfigError
 from tests.support.fake_campaign import fake_campaign, tell_pace
 from workflow.campaign.code import source_root
-from workflow.campaign.head import plan_campaign, read_options
-from workflow.campaign.lock import FolderLock
+from workflow.campaign.head import HEAD_LOCK, plan_campaign, read_options, recut
+from workflow.campaign.lock import FolderLock, LockHeld
 from workflow.campaign.pace import (
     SIGNAL_SLACK,
     Pace,
@@ -153,6 +153,14 @@ def test_new_cuts_keep_every_published_step_and_are_kept_themselves(published, t
     assert train_of(again, "grpo").cuts == [2, 4, 6]  # all of it is published
     note_cuts(again)
     assert plan_of(**options).text == again.text
+    note_cuts(plan_of(**options))
+    head = Path("results", HEAD_LOCK)
+    head.write_text('{"host": "elsewhere", "pid": 1, "started": "1"}')
+    with pytest.raises(LockHeld):
+        recut(read_options({"site": "local", "campaign": campaign(tmp_path, 6)}), ROOT)
+    head.unlink()
+    recut(read_options({"site": "local", "campaign": campaign(tmp_path, 6)}), ROOT)
+    assert train_of(plan_of(campaign=campaign(tmp_path, 6))).cuts == [2, 3, 4, 5, 6]
     # Asked for another number of segments, it is cut as if for the first time.
     assert train_of(plan_of(campaign=campaign(tmp_path, 2))).cuts == [3, 6]
 

@@ -37,6 +37,8 @@ REFUSALS = (
 )  # fmt: skip
 """What makes a campaign stop before its first job; each message is for the person who started it."""
 CODE = RESULTS / ".code"
+HEAD_LOCK = ".head.json"
+"""In the results folder, held by the head that is running."""
 GAVE_WAY = 3
 """Exit code of a head that another one took for dead."""
 
@@ -89,7 +91,7 @@ class Head:
             LockHeld: another head works in this results folder.
             StatesReleased, ConfigError, DataError, PromptError, DiskFull: nothing has been started.
         """
-        lock = FolderLock(RESULTS, ".head.json", job_is_final, on_lost=_give_way)
+        lock = FolderLock(RESULTS, HEAD_LOCK, job_is_final, on_lost=_give_way)
         try:
             lock.acquire()
         except LockHeld as error:
@@ -167,6 +169,18 @@ def plan_campaign(options: CampaignOptions, root: Path) -> tuple[Plan, list[Plan
         except ConfigError as error:
             raise ConfigError(f"run {run.name!r}: {error}") from None
     return plan, runs
+
+
+def recut(options: CampaignOptions, root: Path) -> None:
+    """Decide on new cuts and note them, for a head that is yet to be started.
+
+    Raises:
+        LockHeld: a head is running.
+        ConfigError: see :func:`plan_campaign`.
+    """
+    with FolderLock(RESULTS, HEAD_LOCK):
+        plan, _ = plan_campaign(options.model_copy(update={"recut": True}), root)
+        note_cuts(plan)
 
 
 def on_this_site(options: CampaignOptions, root: Path) -> CampaignOptions:
