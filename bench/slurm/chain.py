@@ -95,10 +95,14 @@ def cluster(folder: Path) -> Iterator[MiniCluster]:
     """The test cluster, found by /etc/slurm too."""
     folder.chmod(0o755)  # munge wants its socket to be reached by all
     mini = MiniCluster(folder / "cluster", port=free_ports())
+    (folder / "etc").mkdir()
+    (folder / "etc/slurm.conf").symlink_to(mini.conf)
+    ETC.mkdir(exist_ok=True)
+    subprocess.run(
+        ["mount", "--bind", folder / "etc", ETC], check=True
+    )  # first: the nodes copy what is mounted
     mini.start()
     try:
-        ETC.mkdir(exist_ok=True)
-        subprocess.run(["mount", "--bind", mini.conf.parent, ETC], check=True)
         yield mini
     finally:
         mini.stop()
