@@ -61,7 +61,8 @@ slurm-demo: $(VENV)/.full ## the demo on the test cluster: one run on each of it
 	@trap '$(BIN)/python -m tests.slurm.minicluster stop' EXIT; \
 	eval "$$($(BIN)/python -m tests.slurm.minicluster env)"; \
 	echo "== snakemake --profile slurm, campaign demo-slurm, seed $(SEED)"; \
-	$(BIN)/snakemake --profile slurm --quiet rules --config campaign=demo-slurm seed=$(SEED); code=$$?; \
+	$(BIN)/snakemake --profile slurm --quiet rules --config campaign=demo-slurm seed=$(SEED) \
+	  $(if $(OVERRIDES),set='$(OVERRIDES)'); code=$$?; \
 	sacct -X -o JobID,Partition,NodeList,State,Elapsed,JobName%50; \
 	$(BIN)/baton status demo-slurm; exit $$code
 
