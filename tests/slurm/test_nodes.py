@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from workflow.campaign.lock import process_start
 
 pytestmark = pytest.mark.slurm
 LAYOUT = "engine.layout.data_parallel_size=2"
+NODES = ("ascend1", "ascend2")
 TWO_NODES = f"{LAYOUT} site.devices.npu.devices_per_node=1"
 
 
@@ -50,51 +51,62 @@ def of_job(job: str, node: str, *words: str) -> list[int]:
     return found
 
 
-def check_nothing_is_left(half: Relay, job: str, processes: list[tuple[int, str]]) -> None:
-    deadline = time.monotonic() + 60
-    while left := [pid for pid, started in processes if process_start(pid) == started]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
-    for prefix in ("baton-ray-", "baton-job-"):
-        assert not [path for path in Path("/tmp").glob(f"{prefix}*") if f"/{job}/" in str(path.resolve())]
-    assert not list((half.folder / "results/.jobs").rglob("nodes.json"))
+def environment(pid: int) -> dict[str, str]:
+    """With which a process was started."""
+    entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+class Footprint:
+    """What a job of two nodes has on them while it trains, and what must be gone after it."""
+
+    def __init__(self, job: str) -> None:
+        ranks = {node: of_job(job, node, "ray::RankActor") for node in NODES}
+        assert [len(found) for found in ranks.values()] == [1, 1]
+        self.variables = [environment(found[0]) for found in ranks.values()]
+        self.processes = [
+            (pid, process_start(pid)) for node in NODES for pid in of_job(job, node, "ray", "workflow.stages")
+        ]
+        caches = [Path(variables["TORCHINDUCTOR_CACHE_DIR"]) for variables in self.variables]
+        self.folders = [cache.parents[1] for cache in caches]
+        self.folders += list({Path(folder) for pid, _ in self.processes for folder in below_tmp(pid)})
+
+    def check_nothing_is_left(self, half: Relay) -> None:
+        """Wait until all of it is gone."""
+        deadline = time.monotonic() + 60
+        while left := [pid for pid, started in self.processes if process_start(pid) == started]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.2)
+        assert not [folder for folder in self.folders if folder.exists()]
+        assert not list((half.folder / "results/.jobs").rglob("nodes.json"))
+
+
+def below_tmp(pid: int) -> set[str]:
+    """Private folders of Ray in which a process has files open."""
+    found = set()
+    for entry in Path(f"/proc/{pid}/fd").glob("*"):
+        with suppress(OSError):
+            parts = entry.readlink().parts
+            if len(parts) > 3 and parts[2].startswith("baton-ray-"):
+                found.add("/".join(parts[:3])[1:])
+    return found
 
 
 def test_two_nodes_give_the_bits_of_one(one_node, half):
-    os_address = {"RAY_ADDRESS": "192.0.2.1:6379"}  # must be ignored: nobody is there
-    head = half.start(overrides=TWO_NODES, **os_address)
+    head = half.start(overrides=TWO_NODES, RAY_ADDRESS="192.0.2.1:6379")  # to be ignored: nobody is there
     job = half.job(head, "RUNNING").job
     half.steps(head, 1)
-    nodes = half.cluster.run("squeue", "-h", "-j", job, "-o", "%D %N").split()
-    assert nodes == ["2", "ascend[1-2]"]
-    ranks = {node: of_job(job, node, "ray::RankActor") for node in ("ascend1", "ascend2")}
-    assert [len(found) for found in ranks.values()] == [1, 1]
-    described = {node: environment(found[0]) for node, found in ranks.items()}
-    ours = [
-        (pid, process_start(pid)) for node in ranks for pid in of_job(job, node, "ray", "workflow.stages")
-    ]
-    for node, variables in described.items():
-        assert variables["GLOO_SOCKET_IFNAME"] == "lo"
-        assert variables["RAY_AUTH_MODE"] == "token"
-        caches = Path(variables["TORCHINDUCTOR_CACHE_DIR"])
-        assert caches.parts[1] == "tmp", node
-        assert caches.parts[2].startswith("baton-"), node
-    assert len({variables["TORCHINDUCTOR_CACHE_DIR"] for variables in described.values()}) == 2
-    assert len({variables["RAY_AUTH_TOKEN"] for variables in described.values()}) == 1
-    folders = {Path(*Path(v["TORCHINDUCTOR_CACHE_DIR"]).parts[:3]) for v in described.values()}
+    assert half.cluster.run("squeue", "-h", "-j", job, "-o", "%D %N").split() == ["2", "ascend[1-2]"]
+    footprint = Footprint(job)
+    assert len(set(footprint.folders)) == 3  # of the launcher, of the driver's Ray, and of the other node's
+    for name, different in (("RAY_AUTH_TOKEN", 1), ("GLOO_SOCKET_IFNAME", 1), ("SLURMD_NODENAME", 2)):
+        assert len({variables[name] for variables in footprint.variables}) == different, name
 
     half.release()
     assert head.wait() == 0, head.said()
     assert half.weights() == one_node.weights()
     half.cluster.wait_until_idle()
-    check_nothing_is_left(half, job, ours)
-    assert not [folder for folder in folders if folder.exists()]
-
-
-def environment(pid: int) -> dict[str, str]:
-    """With which a process was started."""
-    entries = (Path(f"/proc/{pid}/environ").read_bytes()).decode().split("\0")
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    footprint.check_nothing_is_left(half)
 
 
 @pytest.mark.parametrize("victim", ["raylet", "engines.workers.ray_node"])
@@ -102,11 +114,7 @@ def test_a_nodes_part_that_dies_ends_the_job_and_the_next_one_goes_on(one_node, 
     head = half.start(overrides=TWO_NODES)
     job = half.job(head, "RUNNING").job
     half.steps(head, 1)
-    ours = [
-        (pid, process_start(pid))
-        for node in ("ascend1", "ascend2")
-        for pid in of_job(job, node, "ray", "workflow.stages")
-    ]
+    footprint = Footprint(job)
     for pid in of_job(job, "ascend2", victim):
         os.kill(pid, signal.SIGKILL)
     half.until(head, "another job", lambda: half.record().attempt == 2)
@@ -120,30 +128,24 @@ def test_a_nodes_part_that_dies_ends_the_job_and_the_next_one_goes_on(one_node, 
     assert [start["end"] for start in half.starts()][-1] == "published"
     assert half.weights() == one_node.weights()
     half.cluster.wait_until_idle()
-    check_nothing_is_left(half, job, ours)
+    footprint.check_nothing_is_left(half)
 
 
-def test_on_a_warning_and_when_steps_are_told_to_end_all_ranks_save_and_the_job_goes_on(one_node, half):
-    half.release()
-    head = half.start(overrides=TWO_NODES, RELAY_PAUSE="3")
+@pytest.mark.parametrize(
+    "words",
+    [("--batch", "--signal=USR2"), ("--signal=TERM",)],
+    ids=["the warning, to the batch script", "the end, to the steps alone"],
+)
+def test_before_the_end_all_ranks_save_and_the_same_job_goes_on(one_node, half, words):
+    head = half.start(overrides=TWO_NODES)
     job = half.job(head, "RUNNING").job
     half.steps(head, 1)
-    half.cluster.run("scancel", "--batch", "--signal=USR2", job)
-    half.until(head, "the second start", lambda: len(half.starts()) == 2)
-    half.steps(head, 2)
-    half.cluster.run("scancel", "--signal=TERM", job)  # to the steps: the batch script does not hear it
+    half.cluster.run("scancel", *words, job)
+    half.until(head, "the request to save", lambda: "told to save its state" in half.job_log())
+    half.release()
     assert head.wait(2 * PATIENCE) == 0, head.said()
     assert half.jobs_submitted() == {job}
     starts = half.starts()
-    assert [(start["job"], start["restart"]) for start in starts] == [(job, n) for n in range(3)]
-    assert [start["end"] for start in starts] == ["stopped", "stopped", "published"]
+    assert [(start["job"], start["restart"]) for start in starts] == [(job, 0), (job, 1)]
+    assert [(start["last_step"], start["end"]) for start in starts] == [(5, "stopped"), (6, "published")]
     assert half.weights() == one_node.weights()
-
-
-def test_the_state_of_two_nodes_goes_on_on_one(one_node, half):
-    half.release()
-    head = half.start(overrides=LAYOUT)
-    assert head.wait() == 0, head.said()
-    assert half.weights() == one_node.weights()
-    extra = json.loads((half.folder / half.train.manifest(6)).read_text())
-    assert extra["world_size"] == 2

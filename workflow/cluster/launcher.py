@@ -204,6 +204,7 @@ class _Start:
                     child.kill()
             if self._terminated and not passed_term:
                 passed_term = True
+                self._say("the job is ended: the stage is told to save its state")
                 child.send_signal(signal.SIGTERM)
             elif not self._told and self._tell_at is not None and time.time() >= self._tell_at:
                 self._told = True
