@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 VARIABLE = "BATON_NODES"
+CLOSED = "closed"
+"""Beside the ranks' logs: the driver is done with all nodes, and a part that ends is no loss any more."""
 REGISTRATION_SECONDS = 300.0
 """For all nodes to join. Long, because shared file systems are slow when many start: a part that died is known at once."""
 PORTS = range(20000, 32768)
@@ -73,6 +75,10 @@ class JobNodes:
         descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(asdict(self), file)
+
+    def close(self) -> None:
+        """The driver needs the further nodes no longer, though its job goes on for a while."""
+        Path(self.logs).with_name(CLOSED).touch()
 
 
 def usable_cpus() -> int:

@@ -1,6 +1,6 @@
 """Folders for what must not outlive its owner: short paths, mode 700, locked while the owner lives. Standard library only.
 
-Whoever makes the next folder of a kind removes those of this user whose owner is gone, however it went.
+Whoever makes the next folder of a kind removes those of this user and node whose owner is gone, however it went.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 from pathlib import Path
 
@@ -43,7 +44,13 @@ class PrivateFolder:
     def __init__(self, prefix: str, below: str = "", parent: str | None = None) -> None:
         self.path = self._make(prefix, below, [tempfile.gettempdir(), "/tmp"] if parent is None else [parent])
         self._lock = os.open(self.path / "new-lock", os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise NoShortFolder(
+                f"{self.path.parent}: files there cannot be locked ({error}); name a folder on the node itself"
+            ) from None
+        os.write(self._lock, _host())
         (self.path / "new-lock").rename(self.path / "lock")  # from here on others see it, and see it locked
 
     def caches(self) -> dict[str, str]:
@@ -75,14 +82,21 @@ class PrivateFolder:
 
 
 def _remove_leftovers(parent: Path, prefix: str) -> None:
-    """Remove this user's folders whose owner is gone."""
+    """Remove this user's folders whose owner ran on this node and is gone."""
     for folder in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             if folder.stat().st_uid != os.getuid():
                 continue
             descriptor = os.open(folder / "lock", os.O_RDWR)
             try:
+                # Where nodes share the folder, one may not see the locks of another.
+                if os.read(descriptor, 256) != _host():
+                    continue
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(descriptor)
+
+
+def _host() -> bytes:
+    return os.fsencode(socket.gethostname())

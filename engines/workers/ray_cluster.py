@@ -78,6 +78,7 @@ class RayCluster:
             self._start_head()
             self._node_ids = self._wait_for_nodes()
         except BaseException:
+            self._keep_logs = True
             self._close()
             raise
 
@@ -162,6 +163,8 @@ class RayCluster:
             time.sleep(0.2)
 
     def _close(self) -> None:
+        if self.nodes is not None and not self._keep_logs:
+            self.nodes.close()
         with _own_sigterm_handler():
             ray.shutdown()
         reaper.stop(self._reaper)

@@ -92,6 +92,18 @@ def test_the_first_part_that_ends_is_named_with_what_it_said(start):
     )
 
 
+def test_a_part_that_ends_is_no_loss_once_the_stage_needs_none(start, monkeypatch, tmp_path):
+    set_job(monkeypatch, "n[1-2]", "8(x2)", "n1")
+    parts = start({"n2": "exit 1"})
+    assert until(parts.lost)
+    variables = meeting_point(["n1", "n2"], 2, "cpu", "lo", tmp_path)
+    monkeypatch.setenv(*next(iter(variables.items())))
+    assert not parts.closed
+    JobNodes.read().close()
+    assert parts.closed
+    assert parts.lost() == ""
+
+
 def test_a_part_says_that_slurm_told_it_to_end(start):
     parts = start(
         {"n2": f"trap 'echo {TOLD_TO_END}' TERM; echo ready; while ! read -t 0.1 x; [ $? -gt 1 ]; do :; done"}

@@ -26,6 +26,14 @@ def test_leftovers_of_dead_owners_go_and_live_ones_stay(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_of_another_node_is_left_alone(tmp_path):
+    elsewhere = PrivateFolder(PREFIX, parent=str(tmp_path))
+    (elsewhere.path / "lock").write_text("another-node")
+    os.close(elsewhere._lock)
+    PrivateFolder(PREFIX, parent=str(tmp_path)).remove()
+    assert elsewhere.path.exists()
+
+
 def test_what_is_kept_goes_with_the_next_owner(tmp_path):
     folder = PrivateFolder(PREFIX, parent=str(tmp_path))
     for name in ("logs", "ray"):

@@ -218,7 +218,7 @@ class _Start:
     def _lost(self, parts: NodeParts) -> str:
         """Why a node is lost: the stage may have seen it before this process can."""
         deadline = time.monotonic() + LOST_SECONDS
-        while not (reason := parts.lost()) and time.monotonic() < deadline:
+        while not (reason := parts.lost()) and not parts.closed and time.monotonic() < deadline:
             time.sleep(0.2)
         return reason
 

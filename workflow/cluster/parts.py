@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from engines.workers.nodes import VARIABLE, JobNodes, free_port, own_address
+from engines.workers.nodes import CLOSED, VARIABLE, JobNodes, free_port, own_address
 from engines.workers.ray_node import TOLD_TO_END
 from workflow.cluster.nodes import expand_counts, expand_nodes
 from workflow.cluster.states import last_lines
@@ -50,7 +50,9 @@ class NodeParts:
         }
 
     def lost(self) -> str:
-        """Why the job cannot go on: the first part that has ended; empty while all are there."""
+        """Why the job cannot go on: the first part that has ended; empty while all are there, and once the stage needs none."""
+        if self.closed:
+            return ""
         for name, step in self._steps.items():
             if step.poll() is not None:
                 told = " ".join(last_lines(self._log(name), 3))
@@ -58,6 +60,11 @@ class NodeParts:
                     f"node {name} is lost: its part of the job ended with exit code {step.returncode}: {told}"
                 )
         return ""
+
+    @property
+    def closed(self) -> bool:
+        """Whether the stage has said that it needs them no longer."""
+        return (self._folder / CLOSED).exists()
 
     def told_to_end(self) -> bool:
         """Whether SIGTERM came to a part: SLURM may send it to the steps of a job and not to its batch script."""
