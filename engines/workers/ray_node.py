@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from itertools import takewhile
 from pathlib import Path
 
 from engines.workers import reaper
@@ -116,10 +117,11 @@ def _join(
 def _stay(ray: subprocess.Popen, folder: PrivateFolder) -> int:
     while not _let_go(POLL_S):
         if ray.poll() is not None:
-            said = (folder.path / "logs/start.txt").read_text(errors="replace").split("\n")
-            errors = [line.partition(" -- ")[2] for line in said if "\tERR " in line or " ERR " in line]
-            reason = " ".join(errors) or " ".join(said[-3:])
-            print(f"Ray ended here with exit code {ray.returncode}: {reason.strip()}", flush=True)
+            said = (folder.path / "logs/start.txt").read_text(errors="replace").splitlines()
+            errors = [line.partition(" -- ")[2] for line in said if " ERR " in line]
+            told = takewhile(lambda line: "----- BEGIN" not in line, errors or said[-3:])
+            reason = " ".join(line.strip() for line in told)
+            print(f"Ray ended here with exit code {ray.returncode}: {reason}", flush=True)
             return 1
     ray.kill()
     return 0
