@@ -9,11 +9,12 @@ Left out: reading objects that are no tensors, and files whose bytes are transfo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ _INDEX_CLASSES = {
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
         "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     },
+    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
     "torch.serialization": {"_get_layout"},
 }  # fmt: skip
 """Everything that the index of a checkpoint may name. None of it runs code that the file chooses."""
@@ -93,7 +95,8 @@ class ChunkFile:
         tensor = tensor.detach().contiguous()
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.clone()  # a view would take its whole storage along
-        torch.save(tensor, self._file)
+        with _no_checksums():
+            torch.save(tensor, self._file)
         length = self._file.tell() - start
         chunk = Chunk(
             key, tuple(shape), tensor.dtype, tuple(offsets), tuple(tensor.shape), self._name, start, length
@@ -217,6 +220,17 @@ class DistCheckpoint:
         return tensor
 
 
+@contextlib.contextmanager
+def _no_checksums() -> Iterator[None]:
+    """A checksum of each chunk costs as much as writing it, and nothing that reads checkpoints looks at it."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
 class _IndexUnpickler(pickle.Unpickler):
     """Builds nothing but the classes of the index."""
 
@@ -239,8 +253,8 @@ def _check_format(path: Path) -> None:
 
 
 def _read_common(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise DistCheckpointError(f"{path}: missing")
+    if not path.is_file():  # newer versions of Megatron keep it among the objects
+        return {}
     try:
         common = torch.load(path, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:

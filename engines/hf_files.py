@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from engines.model_folder import INDEX, SINGLE
+from engines.model_folder import INDEX, SINGLE, ModelFolderError, TensorEntry, check_weight_files
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -111,3 +111,38 @@ class WeightFiles:
                 done += os.pwrite(descriptor, data[done:], slot.start + done)
         finally:
             os.close(descriptor)
+
+
+class WeightReader:
+    """The tensors of the weight files in ``folder``, one at a time: memory is that of the tensor that is asked for.
+
+    Raises:
+        ModelFolderError: a file is missing or damaged, or holds a type that is not read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.entries: dict[str, TensorEntry] = check_weight_files(folder)
+        for name, entry in self.entries.items():
+            if entry.dtype not in DTYPES:
+                raise ModelFolderError(
+                    f"{folder / entry.file}: {name} is {entry.dtype}; only {', '.join(DTYPES)} are read"
+                )
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor, without reading it."""
+        return DTYPES[self.entries[name].dtype]
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor ``name``, as it is on disk."""
+        entry = self.entries[name]
+        tensor = torch.empty(entry.shape, dtype=self.dtype(name))
+        data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+        with (self.folder / entry.file).open("rb", buffering=0) as file:
+            file.seek(entry.offset)
+            done = 0
+            while done < len(data):
+                if not (count := file.readinto(data[done:])):
+                    raise ModelFolderError(f"{self.folder / entry.file}: truncated while it was read")
+                done += count
+        return tensor

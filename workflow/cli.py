@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import astuple
 from pathlib import Path
 from typing import Annotated
@@ -276,6 +278,35 @@ def stage_in_command(
     if any(finding.verdict == "wrong" for finding in findings):
         raise typer.Exit(1)
     console.print("nothing is left to be fetched: no compute node needs the internet")
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="a Hugging Face folder, or what was converted from one", exists=True, file_okay=False
+        ),
+    ],
+    target: Annotated[Path, typer.Argument(help="a new folder; it appears when everything is verified")],
+    to: Annotated[str, typer.Option(help="megatron or hf")],
+    ranks: Annotated[int, typer.Option(min=1, help="processes that share the work")] = 1,
+    max_shard_size: Annotated[str, typer.Option(help="largest Hugging Face weight file")] = "5GB",
+    full_logits: Annotated[
+        int,
+        typer.Option(
+            min=0, help="parameters above which logits are compared on the first and last layers only"
+        ),
+    ] = 4_000_000_000,
+) -> None:
+    """Convert a model between Hugging Face files and Megatron's distributed checkpoint, verified; needs no accelerator."""
+    if to not in ("megatron", "hf"):
+        console.print(f"[red]refused:[/] --to {escape(to)}: must be megatron or hf", highlight=False)
+        raise typer.Exit(1)
+    options = {"--to": to, "--ranks": ranks, "--max-shard-size": max_shard_size, "--full-logits": full_logits}
+    words = [word for name, value in options.items() for word in (name, str(value))]
+    command = [sys.executable, "-m", "workflow.stages.conversion_command", str(source), str(target), *words]
+    raise typer.Exit(subprocess.run(command).returncode)
 
 
 def proposed_cuts(planned: Plan, runs: list[PlannedRun]) -> list[str]:

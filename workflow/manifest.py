@@ -255,12 +255,18 @@ def check_files(folder: Path, manifest: Manifest) -> list[str]:
 
     Of a released state only its description is left, under another name.
     """
-    files = {folder / name: record for name, record in manifest.files.items()}
+    files = manifest.files
     if is_released(folder):
         described = manifest.files.get(STATE_FILE)
-        files = {folder / RELEASED_FILE: described} if described else {}
+        files = {RELEASED_FILE: described} if described else {}
+    return compare_files(folder, files)
+
+
+def compare_files(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
+    """Hash files in ``folder`` again; one line per file that is missing or is not what its record says."""
     problems = []
-    for path, record in files.items():
+    for name, record in files.items():
+        path = folder / name
         if not path.is_file():
             problems.append(f"{path}: missing")
         elif path.stat().st_size != record.bytes:

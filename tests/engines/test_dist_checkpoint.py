@@ -147,5 +147,8 @@ def test_a_file_that_is_missing_or_damaged_is_named(folder: Path, name: str) -> 
     with pytest.raises(DistCheckpointError, match=name):
         DistCheckpoint(folder)
     (folder / name).unlink()
+    if name == COMMON:  # newer versions of Megatron write none
+        assert DistCheckpoint(folder).common == {}
+        return
     with pytest.raises(DistCheckpointError, match=f"{name}: missing"):
         DistCheckpoint(folder)
