@@ -51,7 +51,9 @@ def converted(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -139,7 +141,9 @@ def megatron_reads_and_writes(source: Path, converted: Path, rewritten: Path, ki
 
 @pytest.mark.parametrize("family", ["qwen3-tied", "qwen3-moe"])
 @pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_megatron_loads_it_in_any_layout_and_what_it_saves_is_read(family: str, kind: str, tmp_path: Path) -> None:
+def test_megatron_loads_it_in_any_layout_and_what_it_saves_is_read(
+    family: str, kind: str, tmp_path: Path
+) -> None:
     source = make_source(tmp_path / "source", family)
     convert_checkpoint(source, tmp_path / "converted", "megatron")
     rewritten = shutil.copytree(tmp_path / "converted", tmp_path / "rewritten")
@@ -206,13 +210,35 @@ def refuse(source: Path, target: Path, to: str, error: type[Exception], message:
         (lambda f: truncate(f / "model.safetensors"), ModelFolderError, "model.safetensors: truncated"),
         (drop_tensor, ModelFolderError, r"Qwen3ForCausalLM.*1 tensors are missing.*1.mlp.up_proj"),
         (mix_types, ModelFolderError, r"up_proj.*one parameter of one type"),
-        (lambda f: change_config(f, model_type="llama"), ModelFolderError, r"config.json: 4 are unknown .*k_norm"),
-        (lambda f: change_config(f, intermediate_size=64), ModelFolderError, r"down_proj.* is \[32, 48\], \[32, 64\] is"),
-        (lambda f: change_config(f, model_type="gpt2"), UnsupportedConfigError, "model_type='gpt2' is not served"),
+        (
+            lambda f: change_config(f, model_type="llama"),
+            ModelFolderError,
+            r"config.json: 4 are unknown .*k_norm",
+        ),
+        (
+            lambda f: change_config(f, intermediate_size=64),
+            ModelFolderError,
+            r"down_proj.* is \[32, 48\], \[32, 64\] is",
+        ),
+        (
+            lambda f: change_config(f, model_type="gpt2"),
+            UnsupportedConfigError,
+            "model_type='gpt2' is not served",
+        ),
         (lambda f: change_config(f, attention_bias=True), UnsupportedConfigError, "attention_bias=True: not"),
         (lambda f: (f / "config.json").write_text("{"), ModelFolderError, "config.json: no JSON"),
     ],
-    ids=["missing", "truncated", "tensor", "types", "architecture", "size", "family", "bias", "configuration"],
+    ids=[
+        "missing",
+        "truncated",
+        "tensor",
+        "types",
+        "architecture",
+        "size",
+        "family",
+        "bias",
+        "configuration",
+    ],
 )
 def test_a_bad_model_folder_is_refused(
     source: Path, tmp_path: Path, damage: Callable, error: type[Exception], message: str
@@ -225,7 +251,9 @@ def test_a_bad_model_folder_is_refused(
 def test_a_flipped_bit_is_found_where_digests_are_known(converted: Path, tmp_path: Path) -> None:
     convert_checkpoint(converted, tmp_path / "hf", "hf")
     flip_bit(tmp_path / "hf" / "model.safetensors")
-    refuse(tmp_path / "hf", tmp_path / "target", "megatron", ModelFolderError, "digest is not the published one")
+    refuse(
+        tmp_path / "hf", tmp_path / "target", "megatron", ModelFolderError, "digest is not the published one"
+    )
 
 
 class Hostile:
@@ -252,7 +280,9 @@ def test_a_hostile_pickle_is_not_run(converted: Path, tmp_path: Path, name: str,
     poison(folder, name, proof)
     if sealed:
         seal(folder)
-    message = "no part of the format|more than plain values" if sealed else "bytes, .* were published|digest is not"
+    message = (
+        "no part of the format|more than plain values" if sealed else "bytes, .* were published|digest is not"
+    )
     refuse(folder, tmp_path / "target", "hf", ModelFolderError, message)
     assert not proof.exists()
 
@@ -264,7 +294,10 @@ def test_a_hostile_pickle_is_not_run(converted: Path, tmp_path: Path, name: str,
         (lambda f: truncate(f / RELEASE / "__1_0.distcp"), "__1_0.distcp: .* bytes, .* were published"),
         (lambda f: flip_bit(f / RELEASE / "__1_0.distcp"), "__1_0.distcp: its digest is not"),
         (lambda f: (f / RELEASE / "extra.pt").touch(), "extra.pt: conversion.json does not know this file"),
-        (lambda f: (f / RECORD).unlink(), "conversion.json: missing; a distributed checkpoint is read only when"),
+        (
+            lambda f: (f / RECORD).unlink(),
+            "conversion.json: missing; a distributed checkpoint is read only when",
+        ),
         (lambda f: flip_bit(f / RECORD), "conversion.json: (altered|no record)"),
     ],
     ids=["missing", "truncated", "flipped", "extra", "no record", "record"],
@@ -290,8 +323,13 @@ def test_what_is_there_is_not_replaced(source: Path, converted: Path, tmp_path: 
         convert_checkpoint(other, source, "megatron")
 
 
-def test_a_wrong_mapping_is_not_published(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    norms = {"input_layernorm.weight": "pre_mlp_layernorm.weight", "pre_mlp_layernorm.weight": "input_layernorm.weight"}
+def test_a_wrong_mapping_is_not_published(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norms = {
+        "input_layernorm.weight": "pre_mlp_layernorm.weight",
+        "pre_mlp_layernorm.weight": "input_layernorm.weight",
+    }
     swapped = {norms.get(ours, ours): name for ours, name in mapping._WHOLE.items()}
     monkeypatch.setattr(mapping, "_WHOLE", swapped)  # bits and names agree in both directions
     refuse(source, tmp_path / "target", "megatron", ModelMismatch, "logits on the fixed prompt differ by")
@@ -309,4 +347,10 @@ def test_a_wrong_byte_is_not_published(source: Path, tmp_path: Path, monkeypatch
             file.write(b"\0")
 
     monkeypatch.setattr(conversion, "write_index", write_index)
-    refuse(source, tmp_path / "target", "megatron", ModelMismatch, "1 tensors differ after a round trip: model.norm")
+    refuse(
+        source,
+        tmp_path / "target",
+        "megatron",
+        ModelMismatch,
+        "1 tensors differ after a round trip: model.norm",
+    )

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 
 from rich.console import Console
@@ -43,6 +44,7 @@ def main() -> int:
 
 
 def _convert(options: argparse.Namespace, console: Console) -> int:
+    warnings.filterwarnings("ignore", module="megatron")  # that Apex and Transformer Engine are not installed
     with console.status("loading Megatron"):
         import torch
         from transformers.utils import logging
