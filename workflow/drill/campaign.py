@@ -178,5 +178,5 @@ def until(condition: Callable[[], object], seconds: float) -> bool:
     while not condition():
         if time.monotonic() > end:
             return False
-        time.sleep(0.02)
+        time.sleep(0.2)
     return True

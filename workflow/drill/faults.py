@@ -211,12 +211,11 @@ def heads(campaign: Campaign, folder: Path | None) -> list[Victim]:
 def launchers(campaign: Campaign, folder: Path | None) -> list[Victim]:
     """What stands between the head and the drivers: the drivers' parents, and the head's children that wait for them."""
     head = campaign.head_process
-    if head is None:
-        return []
     working = {d.process.pid for d in drivers(campaign.folder)}
-    between = {parent(pid) for pid in working} | set(descendants(head.pid, generations=1))
-    found = [process_of(pid) for pid in sorted(between - working - {head.pid, 1, None})]
-    return [Victim(p, "launcher") for p in found if p is not None and "workflow.stages" in p.command]
+    between = {parent(pid) for pid in working} | set(descendants(head.pid, generations=1) if head else [])
+    found = [process_of(pid) for pid in sorted(between - working - {head and head.pid, 1, None})]
+    launching = ("workflow.stages", "submitit")  # on this machine, in a SLURM job
+    return [Victim(p, "launcher") for p in found if p and any(word in p.command for word in launching)]
 
 
 def _meant(campaign: Campaign, folder: Path | None) -> list[Driver]:
