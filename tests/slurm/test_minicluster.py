@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.minicluster import ClusterFailed, MiniCluster, free_ports
+from tests.slurm.minicluster import ClusterFailed, MiniCluster, free_ports, main
 from workflow.campaign.lock import process_start
 from workflow.campaign.site import StageEnvironment, detect_site, load_site
 from workflow.cluster.devices import query_allocation, read_allocation
@@ -112,6 +113,14 @@ def _warned(folder: Path, text: str) -> None:
     slurm("scancel", "--batch", "--signal=USR2", job)
     until(lambda: "ExitCode=75:0" in slurm("scontrol", "show", "job", job))
     assert log.read_text().count("warned on") == 1
+
+
+def test_where_no_cluster_can_run_the_reason_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    for command in ("install", "start"):
+        monkeypatch.setattr(sys, "argv", ["minicluster", command])
+        assert main() == 1
+        assert "needs root" in capsys.readouterr().err
 
 
 def test_stop_ends_what_jobs_left_behind_and_nothing_else(tmp_path):

@@ -367,7 +367,7 @@ class StageJobs:
             return
         over_memory = ended_for_memory(job_log(job.spec, job.step), job.record.job)
         kind = classify(job.state, end, over_memory)
-        told = f"SLURM job {job.record.job} ended as {job.state.state}"
+        told = f"SLURM job {job.record.job} ended" + (f" as {job.state.state}" if job.state.final else "")
         if end is not None:
             told += f"; its launcher: {end.outcome}, exit code {end.code}, on {end.node}"
             told += f" ({end.message})" if end.message else ""
