@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from engines.limits import Limits, MegatronLimits
+from engines.limits import FSDPLimits, Limits, MegatronLimits
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +45,9 @@ class Entry:
 
 _HF = ("torch", "transformers", "safetensors")
 
-FSDP = Limits(
+FSDP = FSDPLimits(
     architectures=("llama", "qwen2", "qwen3", "qwen3_moe"),
-    layout=("data_parallel_size", "shard_size"),
+    layout=("data_parallel_size", "context_parallel_size", "shard_size"),
     fused_kernels=False,
 )
 """Of both FSDP engines. The architectures are those whose logits are hidden states times the output embedding, with nothing in

@@ -52,6 +52,21 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class FSDPLimits(Limits):
+    """Of the FSDP engines: ranks that share sequences divide the heads of attention among them."""
+
+    def refuse_layout(self, config: EngineConfig, model: Mapping[str, Any]) -> str:
+        size, heads = config.layout.context_parallel_size, model.get("num_attention_heads")
+        if not isinstance(heads, int) or heads % size == 0:
+            return ""
+        found = max(n for n in range(1, size) if heads % n == 0)
+        return (
+            f"layout.context_parallel_size={size} does not divide the model's num_attention_heads={heads}; "
+            f"nearest that works: layout.context_parallel_size={found}"
+        )
+
+
+@dataclass(frozen=True)
 class MegatronLimits(Limits):
     """Of Megatron: sizes have to divide what they share, and some combinations are refused because they would be wrong."""
 

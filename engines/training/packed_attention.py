@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from engines.training.ulysses import SequenceGroup
+
 NAME = "baton_packed"
 
 _PADDING = 1.12
@@ -27,12 +29,17 @@ _SLACK = 4
 class Segments:
     """Where the sequences of one micro-batch stand, and how attention groups them. Made once, used by every layer."""
 
-    def __init__(self, cu_seqlens: Tensor, device: torch.device) -> None:
+    def __init__(self, cu_seqlens: Tensor, device: torch.device, shared: SequenceGroup | None = None) -> None:
         """
         Args:
             cu_seqlens: (num_sequences + 1,) int64 on cpu.
             device: of the activations.
+            shared: the ranks that share the tokens, each with all of them inside attention only. What is appended so that the
+                shares are equal is a sequence of its own.
         """
+        self.shared = shared
+        if shared is not None and (padding := shared.padding(int(cu_seqlens[-1]))):
+            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + padding])
         lengths = cu_seqlens.diff()
         self.longest = int(lengths.max())
         self.cu_seqlens = cu_seqlens.to(device, torch.int32)
@@ -80,8 +87,17 @@ def packed_attention(
     if segments is None:
         raise ValueError(f"attention {NAME!r} needs segments= in the model call")
     packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # (tokens, heads, dim)
+    if segments.shared is None:
+        return _attend(packed, segments, scaling, dropout).unsqueeze(0), None
+    output = _attend(list(segments.shared.exchange(*packed)), segments, scaling, dropout)
+    return segments.shared.restore(output).unsqueeze(0), None
+
+
+def _attend(packed: list[Tensor], segments: Segments, scaling: float, dropout: float) -> Tensor:
+    """Query, key and value (tokens, heads, dim) -> (tokens, heads, dim)."""
+    query = packed[0]
     if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16) and not dropout:
-        return _variable_length(packed, segments, scaling).unsqueeze(0), None
+        return _variable_length(packed, segments, scaling)
     sizes = [count * length for count, length in segments.groups]
     padded = [segments.pad(tensor).split(sizes) for tensor in packed]
     outputs = []
@@ -92,7 +108,7 @@ def packed_attention(
         )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return segments.unpad(joined).unsqueeze(0), None
+    return segments.unpad(joined)
 
 
 def register() -> None:

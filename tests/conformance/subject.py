@@ -29,6 +29,9 @@ FSDP_LAYOUTS = {
     "world 2": LayoutConfig(data_parallel_size=2),
     "world 4": LayoutConfig(data_parallel_size=4),
     "HSDP 2x2": LayoutConfig(data_parallel_size=4, shard_size=2),
+    "CP 2": LayoutConfig(context_parallel_size=2),
+    "CP 4": LayoutConfig(context_parallel_size=4),
+    "DP 2 x CP 2": LayoutConfig(data_parallel_size=2, context_parallel_size=2),
 }
 
 

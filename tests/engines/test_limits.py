@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engines.catalog import MEGATRON
+from engines.catalog import FSDP, MEGATRON
 from engines.config import EngineConfig, LayoutConfig
 
 DENSE = {
@@ -70,3 +70,12 @@ def test_the_nearest_layout_works(
 def test_a_model_that_is_computed_differently_is_refused(change: dict[str, Any], reason: str) -> None:
     assert MEGATRON.refuse_model(DENSE) == ""
     assert reason in MEGATRON.refuse_model({**DENSE, **change})
+
+
+def test_ranks_that_share_sequences_divide_the_heads() -> None:
+    layout = LayoutConfig(context_parallel_size=4)
+    assert FSDP.refuse_layout(EngineConfig(layout=layout), DENSE | {"num_attention_heads": 8}) == ""
+    assert FSDP.refuse_layout(EngineConfig(layout=layout), DENSE | {"num_attention_heads": 6}) == (
+        "layout.context_parallel_size=4 does not divide the model's num_attention_heads=6; "
+        "nearest that works: layout.context_parallel_size=3"
+    )

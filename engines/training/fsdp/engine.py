@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from engines.catalog import FSDP
 from engines.training.base import BaseEngine, Topology
-from engines.training.batch import MicroBatch
+from engines.training.batch import Alignment, MicroBatch
 from engines.training.errors import UnsupportedConfigError
 from engines.training.fsdp.model import TokenModel, load_model, predictors
 from engines.training.packed_attention import Segments
 from engines.training.process_group import local_device
 from engines.training.schedule import Metrics, MicroBatchStep, ModelOutputs, sequential_schedule
+from engines.training.ulysses import SequenceGroup
 
 
 class ShardedDataParallelEngine(BaseEngine):
@@ -27,6 +28,8 @@ class ShardedDataParallelEngine(BaseEngine):
 
     mesh: DeviceMesh
     """("shard",), or ("replicate", "shard") for HSDP."""
+    shared: SequenceGroup | None
+    """The ranks with which this one shares sequences."""
 
     @abstractmethod
     def shard(self, model: TokenModel) -> nn.Module:
@@ -42,15 +45,14 @@ class ShardedDataParallelEngine(BaseEngine):
         self.device = local_device(self.config.device)
         if self.config.deterministic and self.device.type != "cpu":
             torch.use_deterministic_algorithms(True)
-        size = layout.data_parallel_size
-        group = dist.group.WORLD if size > 1 else None
-        self.topology = Topology(dist.get_rank(), size, group)
-        shards = layout.shard_size or size
-        if shards == size:
-            self.mesh = init_device_mesh(self.device.type, (size,), mesh_dim_names=("shard",))
+        self.topology, self.shared = self._groups()
+        shards = (layout.shard_size or layout.data_parallel_size) * layout.context_parallel_size
+        replicas = layout.world_size // shards
+        if replicas == 1:
+            self.mesh = init_device_mesh(self.device.type, (shards,), mesh_dim_names=("shard",))
         else:
             self.mesh = init_device_mesh(
-                self.device.type, (size // shards, shards), mesh_dim_names=("replicate", "shard")
+                self.device.type, (replicas, shards), mesh_dim_names=("replicate", "shard")
             )
         model = load_model(self.model_path, self.model_type, self.config, self.temperature)
         if self.config.forward_only:
@@ -58,6 +60,21 @@ class ShardedDataParallelEngine(BaseEngine):
         self.module = self.shard(model)
         if self.optimizer_config is not None:
             self.optimizer = self._adamw(self.module.parameters())
+
+    def _groups(self) -> tuple[Topology, SequenceGroup | None]:
+        """Consecutive ranks share sequences; each of them sees the same data-parallel share of a batch."""
+        size, shared = self.config.layout.data_parallel_size, self.config.layout.context_parallel_size
+        if shared == 1:
+            return Topology(dist.get_rank(), size, dist.group.WORLD if size > 1 else None), None
+        mesh = init_device_mesh(self.device.type, (size, shared), mesh_dim_names=("data", "sequence"))
+        rank = mesh.get_local_rank("sequence")
+        topology = Topology(
+            mesh.get_local_rank("data"),
+            size,
+            mesh.get_group("data") if size > 1 else None,
+            is_source=rank == 0,
+        )
+        return topology, SequenceGroup(mesh.get_group("sequence"), rank, shared)
 
     def _check_config(self) -> None:
         config, layout = self.config, self.config.layout
@@ -100,7 +117,7 @@ class ShardedDataParallelEngine(BaseEngine):
                 batch.tokens["input_ids"],
                 batch.position_ids,
                 predictors(batch),
-                Segments(batch.cu_seqlens, self.device),
+                Segments(batch.cu_seqlens, self.device, self.shared),
                 entropy,
             )
         )
@@ -111,8 +128,8 @@ class ShardedDataParallelEngine(BaseEngine):
         sequential_schedule(self.module, micro_batches, step, forward_only, self.no_sync)
 
     def gradient_scale(self, num_micro_batches: int) -> float:
-        """Gradients are averaged over data-parallel ranks, and added over micro-batches."""
-        return float(self.topology.data_parallel_size)
+        """Gradients are averaged over all ranks, also those that share sequences, and added over micro-batches."""
+        return float(self.config.layout.world_size)
 
     def optimizer_step(self) -> Metrics:
         gradients = [_local(p.grad) for p in self.module.parameters() if p.grad is not None]

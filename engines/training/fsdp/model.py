@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from engines.catalog import FSDP
 from engines.config import EngineConfig
@@ -17,6 +18,7 @@ from engines.training.batch import PackedBatch
 from engines.training.errors import UnsupportedConfigError
 from engines.training.log_probs import token_log_probs
 from engines.training.packed_attention import Segments
+from engines.training.ulysses import SequenceGroup
 from engines.training.value_head import value_head
 
 if TYPE_CHECKING:
@@ -55,6 +57,26 @@ class TokenModel(nn.Module):
         Returns:
             "log_probs" and "entropy", or "values": (tokens,) float32, 0 at first tokens.
         """
+        shared = segments.shared
+        if shared is None:
+            fields = self._predict(
+                input_ids, position_ids, predictors, input_ids[predictors + 1], segments, entropy
+            )
+        else:
+            fields = self._predict_shared(input_ids, position_ids, predictors, segments, shared, entropy)
+        zeros = torch.zeros(input_ids.shape[0], device=input_ids.device)
+        return {name: zeros.index_copy(0, predictors + 1, field) for name, field in fields.items()}
+
+    def _predict(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        predictors: Tensor,
+        labels: Tensor,
+        segments: Segments,
+        entropy: bool,
+    ) -> dict[str, Tensor]:
+        """What the predictors say of the token after each: (predicted tokens,) float32 each."""
         output = self.model(
             input_ids=input_ids[None],
             position_ids=position_ids[None],
@@ -64,15 +86,29 @@ class TokenModel(nn.Module):
         )
         hidden = output.last_hidden_state[0].index_select(0, predictors)
         if self.model_type == "value_model":
-            fields = {"values": self.score(hidden)[:, 0].float()}
-        else:
-            labels = input_ids[predictors + 1]
-            log_probs, entropies = token_log_probs(
-                hidden, self.lm_head.weight, labels, self.temperature, entropy
-            )
-            fields = {"log_probs": log_probs} | ({} if entropies is None else {"entropy": entropies})
-        zeros = torch.zeros(input_ids.shape[0], device=hidden.device)
-        return {name: zeros.index_copy(0, predictors + 1, field) for name, field in fields.items()}
+            return {"values": self.score(hidden)[:, 0].float()}
+        log_probs, entropies = token_log_probs(hidden, self.lm_head.weight, labels, self.temperature, entropy)
+        return {"log_probs": log_probs} | ({} if entropies is None else {"entropy": entropies})
+
+    def _predict_shared(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        predictors: Tensor,
+        segments: Segments,
+        shared: SequenceGroup,
+        entropy: bool,
+    ) -> dict[str, Tensor]:
+        """The same from ranks of which each has a share of the tokens."""
+        padding = (0, shared.padding(input_ids.shape[0]))
+        own_ids, own_positions = (shared.share(pad(t, padding)) for t in (input_ids, position_ids))
+        first, count = shared.rank * own_ids.shape[0], own_ids.shape[0]
+        mine = predictors[(predictors >= first) & (predictors < first + count)]
+        fields = self._predict(own_ids, own_positions, mine - first, input_ids[mine + 1], segments, entropy)
+        columns = torch.stack(list(fields.values()), dim=1)
+        own = columns.new_zeros(count, len(fields)).index_copy(0, mine - first, columns)
+        whole = shared.gather(own).index_select(0, predictors)
+        return dict(zip(fields, whole.unbind(1), strict=True))
 
 
 def predictors(batch: PackedBatch) -> Tensor:
@@ -93,7 +129,7 @@ def load_model(folder: Path, model_type: str, config: EngineConfig, temperature:
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    _check_architecture(folder, hf_config)
+    _check_architecture(folder, hf_config, config)
     packed_attention.register()
     auto_class = AutoModel if model_type == "value_model" else AutoModelForCausalLM
     with _quiet():
@@ -113,8 +149,9 @@ def load_model(folder: Path, model_type: str, config: EngineConfig, temperature:
     return TokenModel(loaded.model, loaded.lm_head, model_type, temperature)
 
 
-def _check_architecture(folder: Path, hf_config: PretrainedConfig) -> None:
-    if reason := FSDP.refuse_model(hf_config.to_dict()):
+def _check_architecture(folder: Path, hf_config: PretrainedConfig, config: EngineConfig) -> None:
+    model = hf_config.to_dict()
+    if reason := FSDP.refuse_model(model) or FSDP.refuse_layout(config, model):
         raise UnsupportedConfigError(f"{folder}: {reason}")
 
 
