@@ -73,6 +73,7 @@ class ShardedDataParallelEngine(BaseEngine):
             size,
             mesh.get_group("data") if size > 1 else None,
             is_source=rank == 0,
+            alignment=Alignment(total=shared, ranks=shared),
         )
         return topology, SequenceGroup(mesh.get_group("sequence"), rank, shared)
 
