@@ -23,7 +23,7 @@ VARIABLE = "BATON_NODES"
 CLOSED = "closed"
 """Beside the ranks' logs: the driver is done with all nodes, and a part that ends is no loss any more."""
 REGISTRATION_SECONDS = 300.0
-"""For all nodes to join. Long, because shared file systems are slow when many start: a part that died is known at once."""
+"""For all nodes to join, once the head is there. Long, because shared file systems are slow when many start: a part that died is known at once."""
 PORTS = range(20000, 32768)
 """Below the ports that Linux gives to connections (net.ipv4.ip_local_port_range), so that a port that was free stays free."""
 _STRIDE = 1009

@@ -80,6 +80,14 @@ def test_ranks_follow_the_nodes_and_both_are_left_clean(nodes, start_part, tmp_p
     assert wait_until_gone(processes) == set()
 
 
+def test_a_part_waits_for_the_head_until_it_is_let_go(nodes, start_part):
+    part = start_part(nodes)
+    with pytest.raises(subprocess.TimeoutExpired):
+        part.wait(3)
+    part.stdin.close()
+    assert part.wait(30) == 0
+
+
 def test_a_node_that_does_not_join_in_time_is_named(nodes, monkeypatch):
     monkeypatch.setattr(ray_cluster, "REGISTRATION_SECONDS", 1.0)
     with pytest.raises(RayStartError, match=rf"after 1 s {NAMES[1]} did not join the Ray of {NAMES[0]}"):

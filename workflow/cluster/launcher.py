@@ -60,7 +60,9 @@ class Task(Config):
     variables: dict[str, str]
     """Environment of the stage."""
     nodes: int
+    """Of the job."""
     ranks_per_node: int
+    """They fill the nodes in their order."""
     device: str
     """Device key that is computed on."""
     site_key: str
