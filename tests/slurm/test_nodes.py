@@ -13,6 +13,7 @@ import pytest
 
 from tests.slurm.relay import PATIENCE, Relay
 from workflow.campaign.lock import process_start
+from workflow.cluster.states import failed_nodes
 
 pytestmark = pytest.mark.slurm
 LAYOUT = "engine.layout.data_parallel_size=2"
@@ -107,6 +108,21 @@ def test_two_nodes_give_the_bits_of_one(one_node, half):
     assert half.weights() == one_node.weights()
     half.cluster.wait_until_idle()
     footprint.check_nothing_is_left(half)
+
+
+def test_of_a_jobs_nodes_those_are_avoided_that_slurm_has_put_out_of_service(in_cluster, monkeypatch):
+    def update(state: str) -> None:
+        in_cluster.run("scontrol", "update", f"NodeName={NODES[1]}", f"State={state}", "Reason=test")
+
+    in_cluster.wait_until_idle()
+    assert failed_nodes([NODES[0]]) == [NODES[0]]
+    assert failed_nodes([*NODES]) == []
+    update("DRAIN")
+    assert failed_nodes([*NODES]) == [NODES[1]]
+    update("RESUME")
+    in_cluster.wait_until_idle()
+    monkeypatch.setenv("SLURM_CONF", "/none")
+    assert failed_nodes([*NODES]) == []
 
 
 @pytest.mark.parametrize("victim", ["raylet", "engines.workers.ray_node"])
