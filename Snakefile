@@ -30,7 +30,7 @@ rule all:
 
 onstart:
     try:
-        HEAD.start(job_is_final)
+        HEAD.start(job_is_final, local=workflow.local_exec)
     except REFUSALS as error:
         raise WorkflowError(f"campaign refused: {error}") from None
 

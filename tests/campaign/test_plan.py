@@ -22,6 +22,7 @@ from workflow.campaign.stages import STAGES
 from workflow.stages.train import role_specs
 
 ROOT = source_root()
+DP2 = "engine.layout.data_parallel_size=2"
 PROBLEM = {"question": "1 + 1", "answer": "2"}
 
 
@@ -75,7 +76,7 @@ def test_runs_share_the_stages_that_do_not_tell_them_apart():
 
 def test_another_layout_is_another_result_and_the_same_learning():
     one = spec_of(plan_of(), "grpo", "train")
-    two = spec_of(plan_of(set="actor.engine.layout.data_parallel_size=1"), "grpo", "train")
+    two = spec_of(plan_of(set=f"actor.{DP2} critic.{DP2}"), "grpo", "train")
     assert one.identity != two.identity
     assert one.learning_identity == two.learning_identity
 
@@ -126,21 +127,18 @@ def test_a_file_counts_by_its_content_not_by_its_name(tmp_path):
     assert identity("a.jsonl", 3) != identity("a.jsonl", 4)
 
 
-DP2 = "engine.layout.data_parallel_size=2"
-
-
 @pytest.mark.parametrize(
     ("run", "words", "ranks"),
     [
         ("ppo", "", 1),
-        ("grpo", "", 2),
+        ("grpo", "", 1),
         ("ppo", DP2, 2),
         ("ppo", f"{DP2} algorithm.kl.place=loss", 2),
         ("ppo", f"critic.{DP2}", 3),
         ("ppo", "critic.engine=fsdp", 2),
         ("ppo", f"actor.{DP2} algorithm.kl.place=loss reference.engine=fsdp", 4),
-        ("grpo", "algorithm.kl.place=loss", 3),
-        ("grpo", f"algorithm.kl.place=loss reference.{DP2}", 2),
+        ("grpo", f"actor.{DP2} algorithm.kl.place=loss", 3),
+        ("grpo", f"actor.{DP2} algorithm.kl.place=loss reference.{DP2}", 2),
     ],
 )
 def test_a_job_gets_the_ranks_of_all_process_groups(run, words, ranks):
@@ -156,8 +154,8 @@ def test_a_job_gets_the_ranks_of_all_process_groups(run, words, ranks):
 
 def test_ranks_that_do_not_fit_together_are_refused():
     with pytest.raises(ConfigError) as caught:
-        plan_of(set="algorithm.kl.place=loss")
-    told = "actor.engine and reference.engine differ in backend, device or layout, so they share no devices: 3 ranks"
+        plan_of(set=f"actor.{DP2} algorithm.kl.place=loss")
+    told = "actor.engine and critic.engine with reference.engine differ in backend, device or layout, so they share no devices: 3 ranks"
     assert told in str(caught.value)
 
 

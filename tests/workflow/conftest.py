@@ -80,10 +80,15 @@ class Project:
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     """A fresh copy, and the current folder."""
+    monkeypatch.chdir(tmp_path)
+    return copy_project(tmp_path)
+
+
+def copy_project(folder: Path) -> Project:
+    """A copy in an empty folder."""
     for part in PARTS:
         if (ROOT / part).exists():
-            shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "Snakefile", tmp_path)
-    (tmp_path / "configs" / "campaign" / "quick.yaml").write_text(QUICK)
-    monkeypatch.chdir(tmp_path)
-    return Project(tmp_path)
+            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "Snakefile", folder)
+    (folder / "configs" / "campaign" / "quick.yaml").write_text(QUICK)
+    return Project(folder)

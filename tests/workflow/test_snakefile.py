@@ -23,7 +23,29 @@ def spec_of(project, stage, **options):
     return plan.stages[plan.runs["good"].stages[stage]]
 
 
-def wait_for(path: Path, head=None, seconds=60.0):
+# The weak teacher of the demonstrations, by which a test holds the SFT: that stage imports it, planning does not.
+HOLD = """\
+import time
+from pathlib import Path
+from workflow.data.teachers import always_ascending as answer
+
+while Path("hold").exists():
+    time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def held(project, monkeypatch):
+    """The command of an SFT that waits until the file ``hold`` is gone, and its stage as planned."""
+    Path("hold.py").write_text(HOLD)
+    Path("hold").touch()
+    monkeypatch.syspath_prepend(project.folder)
+    words = "data.wrong_answer=hold:answer"
+    spec = spec_of(project, "sft", set=words)
+    return [spec.manifest(), "--config", "campaign=quick", f"set={words}"], spec
+
+
+def wait_for(path: Path, head=None, seconds=240.0):
     end = time.monotonic() + seconds
     while not path.exists():
         assert time.monotonic() < end, f"{path} did not appear"
@@ -92,28 +114,30 @@ def test_a_second_head_names_the_first_and_stops(project):
     assert not Path("results/store").exists()
 
 
-def test_a_killed_head_is_continued_by_the_same_command(project):
-    spec = spec_of(project, "sft")
-    command = [spec.manifest(), "--config", "campaign=quick"]
+def test_a_killed_head_is_continued_by_the_same_command(project, held):
+    command, spec = held
     head = project.start(*command)
     wait_for(Path(spec.folder, "attempts.jsonl"), head)
     head.kill()  # the head alone: its job runs on as an orphan
     head.wait()
     assert not Path(spec.manifest()).exists()
-    code, output = project.run(*command)
-    assert code == 0, output
-    assert "waiting for process" in output
+    head = project.start(*command)
+    while "waiting for process" not in (output := Path("head.txt").read_text()):
+        assert head.poll() is None, output
+        time.sleep(0.05)
+    Path("hold").unlink()
+    assert head.wait(timeout=240) == 0, Path("head.txt").read_text()
     assert attempts(spec) == ["published"]
     assert verify(Path(spec.manifest())).problems == []
 
 
-def test_a_killed_job_is_started_again_by_the_same_command(project):
-    spec = spec_of(project, "sft")
-    command = [spec.manifest(), "--config", "campaign=quick"]
+def test_a_killed_job_is_started_again_by_the_same_command(project, held):
+    command, spec = held
     head = project.start(*command)
     wait_for(Path(spec.folder, "attempts.jsonl"), head)
     os.killpg(head.pid, signal.SIGKILL)  # head and job
     head.wait()
+    Path("hold").unlink()
     code, output = project.run(*command)
     assert code == 0, output
     assert attempts(spec) == ["killed", "published"]
@@ -122,16 +146,16 @@ def test_a_killed_job_is_started_again_by_the_same_command(project):
     assert manifest.device_seconds.used > manifest.device_seconds.lost
 
 
-def test_an_interrupted_campaign_is_continued_by_the_same_command(project):
-    spec = spec_of(project, "sft")
-    command = [spec.manifest(), "--config", "campaign=quick"]
+def test_an_interrupted_campaign_is_continued_by_the_same_command(project, held):
+    command, spec = held
     head = project.start(*command)
     wait_for(Path(spec.folder, "attempts.jsonl"), head)
     os.killpg(head.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
-    assert head.wait(timeout=60) != 0
+    assert head.wait(timeout=240) != 0
     assert not Path(spec.manifest()).exists()
     assert attempts(spec) == ["stopped"]
     assert not Path("results/.head.json").exists()
+    Path("hold").unlink()
     code, output = project.run(*command)
     assert code == 0, output
     assert attempts(spec) == ["stopped", "published"]

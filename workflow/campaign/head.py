@@ -29,6 +29,7 @@ from workflow.campaign.released import StatesReleased, check_released
 from workflow.campaign.schema import CampaignOptions
 from workflow.campaign.segments import note_cuts
 from workflow.campaign.site import LOCAL, SiteConfig, detect_site, load_site
+from workflow.campaign.stage_server import start_stage_server
 from workflow.campaign.triggers import Triggers
 from workflow.data import DataError, PromptError
 
@@ -81,11 +82,12 @@ class Head:
             return site
         return load_site(self.plan.options.get("site") or LOCAL, source_root() / "configs")
 
-    def start(self, job_is_final: Callable[[str], bool | None]) -> None:
+    def start(self, job_is_final: Callable[[str], bool | None], local: bool = False) -> None:
         """Before the first job: be the only head, check states, data and disk, copy the source.
 
         Args:
             job_is_final: asks SLURM about another head that runs in a job; see :class:`FolderLock`.
+            local: jobs are processes of this host, and may come from a stage server.
 
         Raises:
             LockHeld: another head works in this results folder.
@@ -106,6 +108,10 @@ class Head:
         for name in self.plan.runs:
             (self.folder / name).mkdir(parents=True, exist_ok=True)  # for what people ask of it by files
         _point_to(self.path, self.folder / CURRENT)
+        # A fork has neither another one's devices nor its threads.
+        needs = {(spec.device.computed, spec.threads) for spec in self.plan.stages.values()}
+        if local and needs == {("cpu", 1)}:
+            start_stage_server(self.code)
 
     def closing_words(self) -> str:
         """Where the report and the exported models are, those that exist, and which runs somebody stopped."""

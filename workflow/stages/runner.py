@@ -154,6 +154,11 @@ def run(stage: str, plan_path: Path, key: str, step: int | None = None) -> int:
         lock.release()
 
 
+def framework_variables(threads: int) -> dict[str, str]:
+    """The environment in which a stage loads a framework."""
+    return dict.fromkeys(_THREAD_VARIABLES, str(threads)) | _OFFLINE
+
+
 def _attempt(plan: Plan, spec: StageSpec, step: int | None, lock: FolderLock, triggers: Triggers) -> int:
     """One start, from the record of attempts to the manifest or the record of the failure."""
     stop = StopRequest()
@@ -162,8 +167,7 @@ def _attempt(plan: Plan, spec: StageSpec, step: int | None, lock: FolderLock, tr
     attempts = AttemptLog(Path(spec.folder), step, log_path)
     log = _open_log(spec, log_path)
     log.info("start %d of %s %s", attempts.number, spec.stage, spec.name)
-    # Set before the stage loads a framework.
-    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(spec.threads)) | _OFFLINE)
+    os.environ.update(framework_variables(spec.threads))
     try:
         stop.interrupt()
         context = _context(plan, spec, step, stop, triggers, log, attempts)
