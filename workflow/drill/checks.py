@@ -25,8 +25,8 @@ def problems(campaign: Campaign, reference: Campaign) -> list[str]:
         return [f"the plan is {plan.digest}, the reference's is {reference.plan().digest}"]
     found = [*_results(campaign, reference, plan)]
     for spec in plan.stages.values():
-        found += _steps(campaign.folder, spec)
-        found += _starts(campaign.folder, spec)
+        found += step_problems(campaign.folder, spec)
+        found += start_problems(campaign.folder, spec)
     return [*found, *_leftovers(campaign)]
 
 
@@ -48,7 +48,7 @@ def _results(campaign: Campaign, reference: Campaign, plan: Plan) -> Iterator[st
     yield from verify(*(pair.theirs.path for pair in pairs if pair.theirs)).problems
 
 
-def _steps(folder: Path, spec: StageSpec) -> Iterator[str]:
+def step_problems(folder: Path, spec: StageSpec) -> Iterator[str]:
     """No step is lost, and none stands twice."""
     name = {"train": METRICS_FILE, "sft": SFT_CURVE_FILE}.get(spec.stage)
     if name is None:
@@ -58,7 +58,7 @@ def _steps(folder: Path, spec: StageSpec) -> Iterator[str]:
         yield f"{spec.stage} {spec.name}: {name} has the steps {steps}, not 1 to {spec.steps}, each once"
 
 
-def _starts(folder: Path, spec: StageSpec) -> Iterator[str]:
+def start_problems(folder: Path, spec: StageSpec) -> Iterator[str]:
     """Starts are counted without a gap, one alone has published, and never did two work at a time."""
     for step in spec.cuts or [None]:
         what = f"{spec.stage} {spec.name}" + ("" if step is None else f" to step {step}")

@@ -15,7 +15,7 @@ from workflow.drill.campaign import Campaign, full_disk, until
 from workflow.drill.evidence import complaints, damage_noticed, ends
 from workflow.drill.processes import Driver, Process, descendants, drivers, parent, process_of, wait_gone
 
-PATIENCE = 60.0
+PATIENCE = 300.0
 """Seconds in which what was hit must show it."""
 HOLD = 10.0
 """Seconds for which the disk stays full, unless something fails before."""
@@ -122,7 +122,7 @@ class CorruptState(Fault):
         driver = draw.choice(found)
         os.kill(driver.process.pid, signal.SIGKILL)
         wait_gone([driver.process], PATIENCE)
-        campaign.wait(10 * PATIENCE)
+        campaign.wait(4 * PATIENCE)
         state = StateStore(driver.folder).newest()
         if state is None:
             return None
@@ -138,7 +138,7 @@ class CorruptState(Fault):
 def _seen(campaign: Campaign, state: Path, before: int) -> tuple[bool, str]:
     """Whether the next that reads the state notices, once the command is run again."""
     campaign.start()
-    until(lambda: damage_noticed(campaign, state) > before or not campaign.running, 10 * PATIENCE)
+    until(lambda: damage_noticed(campaign, state) > before or not campaign.running, 4 * PATIENCE)
     seen = damage_noticed(campaign, state) > before
     return seen, "its next reader noticed" if seen else "nobody read it"
 

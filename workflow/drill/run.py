@@ -119,6 +119,8 @@ class Drill:
     aimed: float = AIMED
     share_in_time: float = IN_TIME
     tell: Callable[[str], None] = print
+    record: Record = field(init=False)
+    draw: random.Random = field(init=False)
 
     def run(self) -> Record:
         """Run the reference and as many disturbed campaigns as it takes.
@@ -165,9 +167,13 @@ class Drill:
         with own_disk(campaign.folder) as self.record.disk, self._ended(campaign):
             with Watcher(campaign.folder) as watcher:
                 begun = time.monotonic()
-                campaign.start()
-                self._disturb(campaign, watcher, number)
-                this.problems += self._finish(campaign)
+                try:
+                    campaign.start()
+                    self._disturb(campaign, watcher, number)
+                    this.problems += self._finish(campaign)
+                except DrillError as error:  # it hangs
+                    this.problems.append(str(error))
+                    campaign.stop()
             this.seconds, this.starts = time.monotonic() - begun, campaign.starts
             this.problems += [] if this.problems else problems(campaign, reference)
         self.tell(f"campaign {number}: complete after {this.starts} starts, {len(this.problems)} differences")
@@ -222,9 +228,14 @@ class Drill:
     def _strike(
         self, campaign: Campaign, watcher: Watcher, faults: list[Fault], strike: Strike, moment: Moment | None
     ) -> bool:
-        """Let one of the faults happen, of a kind that has hit least; returns whether it hit something."""
+        """Let one of the faults happen, of a kind that has hit least; returns whether it hit something.
+
+        Where only kinds are possible that have hit more often than most, as when nothing but a head runs yet, nothing happens.
+        """
         hits = Counter(one.kind for one in self.record.hits)
-        for fault in sorted(faults, key=lambda fault: (hits[fault.name], self.draw.random())):
+        most = 1 + hits.total() / max(len(hits), 1)
+        rare = [fault for fault in faults if hits[fault.name] <= most]
+        for fault in sorted(rare, key=lambda fault: (hits[fault.name], self.draw.random())):
             hit = fault.strike(campaign, self.draw, moment.folder if moment else None)
             if hit is not None:
                 break
