@@ -16,6 +16,8 @@ SET ?=
 KILLS ?= 60
 PROFILE ?= profiles/local
 OVERRIDES := $(strip $(if $(ENGINE),engine=$(ENGINE)) $(SET))
+# What the named engine needs on top of the light environment.
+NEEDED := $(if $(findstring megatron,$(OVERRIDES) $(CAMPAIGN)),$(VENV)/.megatron)
 SNAKEMAKE = $(BIN)/snakemake --profile $(PROFILE) --quiet rules --config
 
 export OMP_NUM_THREADS ?= 1
@@ -25,20 +27,20 @@ export OMP_NUM_THREADS ?= 1
 
 help: ## what there is
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
-	@echo "  variables: SEED=$(SEED) CONTROLS=$(CONTROLS) ENGINE=fsdp|fsdp2 SET='key=value ...' CAMPAIGN=$(CAMPAIGN) KILLS=$(KILLS)"
+	@echo "  variables: SEED=$(SEED) CONTROLS=$(CONTROLS) ENGINE=fsdp|fsdp2|megatron SET='key=value ...' CAMPAIGN=$(CAMPAIGN) KILLS=$(KILLS)"
 
-demo: $(VENV)/.light ## the main job: SFT, then PPO and GRPO in segments, evaluation, export, report
+demo: $(VENV)/.light $(NEEDED) ## the main job: SFT, then PPO and GRPO in segments, evaluation, export, report
 	@echo "== campaign $(CAMPAIGN), seed $(SEED)"
 	$(SNAKEMAKE) campaign=$(CAMPAIGN) seed=$(SEED) controls=$(CONTROLS) $(if $(OVERRIDES),set='$(OVERRIDES)')
 
-demo-smollm2: $(VENV)/.smollm2 ## the same chain for SmolLM2-135M-Instruct, two short GRPO iterations
+demo-smollm2: $(VENV)/.smollm2 $(NEEDED) ## the same chain for SmolLM2-135M-Instruct, two short GRPO iterations
 	@echo "== campaign demo-smollm2, seed $(SEED)"
 	$(SNAKEMAKE) campaign=demo-smollm2 seed=$(SEED) $(if $(OVERRIDES),set='$(OVERRIDES)')
 
-smoke: $(VENV)/.light ## the same stages in six steps with a model of a few thousand parameters
+smoke: $(VENV)/.light $(NEEDED) ## the same stages in six steps with a model of a few thousand parameters
 	$(SNAKEMAKE) campaign=drill seed=$(SEED) $(if $(OVERRIDES),set='$(OVERRIDES)')
 
-drill: $(VENV)/.light ## the same campaign left alone and under KILLS random faults: both must be equal, bit for bit
+drill: $(VENV)/.light $(NEEDED) ## the same campaign left alone and under KILLS random faults: both must be equal, bit for bit
 	@echo "== drill: $(KILLS) faults, seed $(SEED)"
 	rm -rf results/drills/faults-seed$(SEED)
 	$(BIN)/baton drill faults --kills $(KILLS) --seed $(SEED) $(addprefix --set ,$(OVERRIDES))
@@ -98,10 +100,16 @@ $(VENV)/.light: env/torch.txt env/cpu-light.txt pyproject.toml
 	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(VENV)/.full: $(VENV)/.light env/cpu.txt env/no-deps.txt
+$(VENV)/.full: $(VENV)/.light $(VENV)/.megatron env/cpu.txt env/no-deps.txt
 	@echo "== environment $(VENV): test and check tools of env/cpu.txt"
 	$(PIP) -r env/cpu.txt
 	$(PIP) --no-deps -r env/no-deps.txt
+	@touch $@
+
+# Megatron-core says Python 3.12 and has a wheel for 3.11, which runs; what it requires and never imports is left out.
+$(VENV)/.megatron: $(VENV)/.light env/megatron.txt
+	@echo "== environment $(VENV): Megatron-core of env/megatron.txt"
+	$(PIP) --no-deps --ignore-requires-python -r env/megatron.txt
 	@touch $@
 
 $(VENV)/.smollm2: $(VENV)/.light env/no-deps.txt

@@ -67,6 +67,7 @@ MEGATRON = MegatronLimits(
         "distributed_optimizer",
     ),
     fused_kernels=False,
+    auxiliary_losses=True,
 )
 
 CATALOGUE: tuple[Entry, ...] = (

@@ -21,6 +21,8 @@ class Limits:
     layout: tuple[str, ...]
     """The keys of LayoutConfig that it honours."""
     fused_kernels: bool
+    auxiliary_losses: bool = False
+    """Those of mixtures of experts."""
 
     def refuse_model(self, config: Mapping[str, Any]) -> str:
         """Why a model of this transformers configuration is not served; empty when it is."""
@@ -44,6 +46,10 @@ class Limits:
         )
         if config.fused_kernels and not self.fused_kernels:
             reasons.append("fused_kernels=True: it has no fused kernels")
+        if config.moe_aux_loss_coefficient and not self.auxiliary_losses:
+            reasons.append(
+                f"moe_aux_loss_coefficient={config.moe_aux_loss_coefficient}: it has no auxiliary losses"
+            )
         return "; ".join(reasons)
 
     def refuse_layout(self, config: EngineConfig, model: Mapping[str, Any]) -> str:
@@ -91,6 +97,8 @@ class MegatronLimits(Limits):
 
     def refuse_layout(self, config: EngineConfig, model: Mapping[str, Any]) -> str:
         reasons = [*_wrong_layout(config.layout), *_wrong_for(config.layout, model)]
+        if not reasons and config.moe_aux_loss_coefficient and model and not _has_experts(model):
+            return f"moe_aux_loss_coefficient={config.moe_aux_loss_coefficient}: the model has no experts"
         if not reasons:
             return ""
         found = _nearest_layout(config.layout, model)
@@ -144,7 +152,7 @@ def _wrong_for(layout: LayoutConfig, model: Mapping[str, Any]) -> list[str]:
         if isinstance(whole, int) and whole % size:
             padding = " (the vocabulary is not padded)" if key == "vocab_size" else ""
             reasons.append(f"layout.{name}={size} does not divide the model's {key}={whole}{padding}")
-    has_experts = str(model.get("model_type", "")).endswith("_moe")
+    has_experts = _has_experts(model)
     for name in ("expert_parallel_size", "expert_tensor_parallel_size"):
         if model and not has_experts and getattr(layout, name) > 1:
             reasons.append(f"layout.{name}={getattr(layout, name)}: the model has no experts")
@@ -153,6 +161,10 @@ def _wrong_for(layout: LayoutConfig, model: Mapping[str, Any]) -> list[str]:
             f"layout.tensor_parallel_size={tensor} of a model with experts needs layout.sequence_parallel=True"
         )
     return reasons
+
+
+def _has_experts(model: Mapping[str, Any]) -> bool:
+    return str(model.get("model_type", "")).endswith("_moe")
 
 
 def _nearest_layout(layout: LayoutConfig, model: Mapping[str, Any]) -> LayoutConfig:

@@ -86,6 +86,9 @@ class EngineConfig(Config):
     """The same for passes without gradients; token_budget when not set."""
     fused_kernels: bool = False
     """Fused kernels of the backend; refused where the backend or the device has none."""
+    moe_aux_loss_coefficient: float = Field(0.0, ge=0)
+    """Weight of the loss that balances a mixture's experts (Fedus et al., Switch Transformers, equation 4), of each micro-batch: the only part of
+    a loss that depends on how a mini-batch is cut."""
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass."""
     seed: int | None = Field(None, ge=0)

@@ -51,7 +51,7 @@ def check_training(
     model, loss, steps = subject.model(family), loss or subject.loss, batches(lengths=lengths)
     how = {"aggregation": aggregation, "max_length": 64 if aggregation.endswith("-norm") else None}
     expected = subject.reference(model, temperature).train(steps, loss, ADAMW, **how)
-    ranks = subject.run(_train, model, steps, loss, how, {"temperature": temperature, **config})
+    ranks = subject.run(train_on_rank, model, steps, loss, how, {"temperature": temperature, **config})
     for step, right in enumerate(expected.losses):
         found = merged([metrics[step] for metrics, _, _ in ranks])
         require_close(f"loss of step {step}", found["loss"], right, LOSS if step == 0 else 10 * LOSS)
@@ -64,7 +64,7 @@ def check_training(
         require_close_tensors("parameter", parameters, expected.parameters, PARAMETERS, absolute=True)
 
 
-def _train(
+def train_on_rank(
     subject: Subject,
     model: Path,
     steps: list[list[Sequence]],
@@ -72,6 +72,7 @@ def _train(
     how: dict[str, Any],
     settings: dict[str, Any],
 ) -> tuple[list[dict], dict[str, Tensor], dict[str, Tensor]]:
+    """Metrics of each step, the first step's gradient, and the parameters after all; called on a rank."""
     engine = subject.engine(model, optimizer=UNCLIPPED, **settings)
     gradient = first_gradient(engine, share(engine, steps[0]), loss, **how)
     engine = subject.engine(model, **settings)
@@ -158,7 +159,7 @@ def check_bfloat16(subject: Subject) -> None:
     expected = subject.reference(model).train(steps, subject.loss, ADAMW)
     how: dict[str, Any] = {"aggregation": "token-mean", "max_length": None}
     for metrics, gradient, parameters in subject.run(
-        _train, model, steps, subject.loss, how, {"dtype": "bfloat16"}
+        train_on_rank, model, steps, subject.loss, how, {"dtype": "bfloat16"}
     ):
         for step in metrics:
             require(not step or step["skipped_steps"][0] == 0, "a step was skipped")

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from engines.training.errors import UnsupportedConfigError
-from tests.conformance.check_numbers import check_inference, check_training
+import pytest
+from torch import Tensor
+
+from tests.conformance.check_numbers import GRADIENT, UNCLIPPED, check_inference, check_training
 from tests.conformance.check_states import check_export, check_resume
-from tests.conformance.subject import MEGATRON_LAYOUTS, Subject
+from tests.conformance.data import make_sequences
+from tests.conformance.layouts import END, PAGE, START
+from tests.conformance.subject import MEGATRON_LAYOUTS, Subject, first_gradient, require_close_tensors, share
+from tests.conformance.table import CASES, TABLE
+from tests.support.models import VOCAB_SIZE
 from tests.support.ranks import RankFailed
 
-TABLE = {
-    "TP2": ("llama", "qwen2"),
-    "TP2+SP": ("qwen3", "qwen3-moe"),
-    "PP2": ("llama", "qwen3-tied"),
-    "PP2xVPP2": ("qwen2", "qwen3-moe-tied"),
-    "CP2": ("llama", "qwen3"),
-    "DP2+DO": ("qwen2", "qwen3-moe"),
-    "EP2xDP2": ("qwen3-moe", "qwen3-moe-tied"),
-    "TP2xETP2+SP": ("qwen3-moe", "qwen3-moe-tied"),
-    "TP2xPP2": ("llama", "qwen3-tied"),
-    "TP2xCP2+SP": ("qwen2", "qwen3"),
-    "PP2xVPP2xDP2": ("llama", "qwen3"),
-    "TP2xPP2xDP2+SP+DO": ("llama", "qwen2"),
-    "TP2xEP2xDP2+SP": ("qwen3-moe", "qwen3-moe-tied"),
-    "PP2xEP2xDP2+DO": ("qwen3-moe", "qwen3-moe-tied"),
-}
-CASES = [(layout, family) for layout, families in TABLE.items() for family in families]
 UNPACKED = {"dynamic_micro_batches": False, "micro_batch_size": 1}
 
 
@@ -42,6 +31,16 @@ def test_the_table_is_complete() -> None:
         assert len({layout for layout, family in CASES if family in names}) >= 5
 
 
+def test_the_page_lists_every_case_of_the_table() -> None:
+    table = PAGE.read_text(encoding="utf-8").partition(START)[2].partition(END)[0]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:4]]
+        for line in table.splitlines()
+        if "+" in line or "P" in line
+    ]
+    assert [(layout, family) for layout, _, family in rows if (layout, family) in CASES] == CASES
+
+
 @pytest.mark.parametrize(("layout", "family"), CASES)
 def test_a_layout_computes_what_one_process_computes(layout: str, family: str) -> None:
     subject = language_model(layout)
@@ -53,6 +52,24 @@ def test_a_layout_computes_what_one_process_computes(layout: str, family: str) -
 @pytest.mark.parametrize(("layout", "family"), [(name, families[0]) for name, families in TABLE.items()])
 def test_a_layout_resumes_bit_for_bit(layout: str, family: str) -> None:
     check_resume(language_model(layout), family=family)
+
+
+@pytest.mark.parametrize("layout", ["TP2+SP", "PP2xVPP2", "CP2", "EP2xDP2"])
+def test_auxiliary_losses_do_not_depend_on_the_layout(layout: str) -> None:
+    alone, subject = language_model("world 1"), language_model(layout)
+    model = subject.model("qwen3-moe")
+    plain = alone.run(_gradient, model, 0.0)[0]
+    expected = alone.run(_gradient, model, 0.1)[0]
+    assert max(float((plain[name] - expected[name]).abs().max()) for name in plain) > 1e-3
+    for found in subject.run(_gradient, model, 0.1):
+        require_close_tensors("gradient of", found, expected, GRADIENT)
+
+
+def _gradient(subject: Subject, model: Path, coefficient: float) -> dict[str, Tensor]:
+    """Of sixteen micro-batches of one sequence each: the split is the same in every layout."""
+    engine = subject.engine(model, optimizer=UNCLIPPED, moe_aux_loss_coefficient=coefficient, **UNPACKED)
+    sequences = make_sequences(0, VOCAB_SIZE, (8, 13, 30, 7) * 4)
+    return first_gradient(engine, share(engine, sequences), subject.loss)
 
 
 @pytest.mark.parametrize("layout", ["TP2+SP", "CP2", "TP2xPP2xDP2+SP+DO"])
@@ -89,20 +106,3 @@ def test_a_process_keeps_the_layout_that_it_joined() -> None:
 def _two_layouts(subject: Subject, model: object) -> None:
     subject.engine(model)
     subject.but(layout="PP2").engine(model)
-
-
-def test_the_scope_of_the_cpu_leaves_nothing_behind_and_is_refused_beside_cuda(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import torch
-
-    from engines.training.megatron.cpu import _ANSWERS, on_cpu
-
-    before = [getattr(owner, name) for owner, name, _ in _ANSWERS]
-    with on_cpu(), on_cpu():
-        assert torch.zeros(1, device="cuda").device.type == "cpu"
-        assert torch.zeros(1).cuda().device == torch.cuda.current_device()
-    assert [getattr(owner, name) for owner, name, _ in _ANSWERS] == before
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(UnsupportedConfigError, match="uses CUDA already"), on_cpu():
-        pass

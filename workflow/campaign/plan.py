@@ -77,12 +77,14 @@ class StageSpec(Config):
 
     @property
     def layout_text(self) -> str:
-        """The parallel sizes that are not 1, such as dp2 or tp2-dp4; dp1 when all are."""
+        """The parallel sizes that are not 1, such as dp2 or tp2-dp4-sp; dp1 when all are."""
         short = {
             "tensor": "tp",
             "pipeline": "pp",
+            "virtual_pipeline": "vpp",
             "context": "cp",
             "expert": "ep",
+            "expert_tensor": "etp",
             "data": "dp",
         }
         sizes = [
@@ -90,7 +92,8 @@ class StageSpec(Config):
             for name, text in short.items()
             if (size := getattr(self.layout, f"{name}_parallel_size")) > 1
         ]
-        return "-".join(sizes) or "dp1"
+        flags = {"sp": self.layout.sequence_parallel, "do": self.layout.distributed_optimizer}
+        return "-".join([*sizes, *(text for text, is_set in flags.items() if is_set)]) or "dp1"
 
     def output_folder(self, step: int | None = None) -> str:
         """Folder of the manifest that ends at ``step`` (training), or of the only one."""

@@ -24,6 +24,7 @@ from engines.training.megatron.export import export_units
 from engines.training.megatron.forward import hidden_states, outputs, pack
 from engines.training.megatron.model import TokenModel, build_chunks, read_config, transformer_config
 from engines.training.megatron.parallelize import adamw, device_scope, join, topology, with_gradients
+from engines.training.megatron.residency import Parked
 from engines.training.megatron.state import Weights
 from engines.training.process_group import local_device
 from engines.training.schedule import Metrics, MicroBatchStep, ModelOutputs
@@ -38,11 +39,14 @@ class MegatronEngine(BaseEngine):
     optimizer: MegatronOptimizer | None = None
     chunks: list[TokenModel]
     """This rank's parts of the model, bare; ``module`` holds them with their gradients."""
+    waiting: dict[str, Parked]
+    """Parts in host memory, by the contract's names."""
 
     def build(self) -> None:
         layout = self.config.layout
         model = self._check_config()
         self.device = local_device(self.config.device)
+        self.waiting = {}
         if self.config.deterministic and self.device.type != "cpu":
             torch.use_deterministic_algorithms(True)
         with self.scope(), warnings.catch_warnings():
@@ -86,7 +90,9 @@ class MegatronEngine(BaseEngine):
         """Outputs of whole sequences from the last part of the model, hidden states (rows, 1, hidden) from the others."""
         batch, layout = micro_batch.batch, self.config.layout
         packing, token_rows, size = pack(batch, self.topology.alignment, self.device)
-        hidden = hidden_states(model, batch, packing, token_rows, size)
+        hidden = hidden_states(
+            model, batch, packing, token_rows, size, self.config.moe_aux_loss_coefficient > 0
+        )
         chunk = self.chunks[list(self.module).index(model)]
         if not chunk.post_process:
             return hidden
@@ -164,6 +170,27 @@ class MegatronEngine(BaseEngine):
     def move(self, device: torch.device, model: bool, optimizer: bool, grad: bool) -> None:
         if self.device.type == "cpu":
             return  # host memory is the device's memory
+        for part, wanted in (("model", model), ("optimizer", optimizer), ("grad", grad)):
+            if wanted and device.type == "cpu":
+                self.waiting[part] = Parked(self._tensors_of(part))
+            elif wanted and part in self.waiting:
+                self.waiting.pop(part).bring_back()
+
+    def _tensors_of(self, part: str) -> list[Tensor]:
+        parameters = list(self.module.parameters())
+        if part == "model":
+            return [parameter.data for parameter in parameters]
+        if self.optimizer is None:
+            return []
+        if part == "grad":
+            return [parameter.main_grad for parameter in parameters]
+        # Float32 copies of the weights are the optimizer's; what it steps in place is the model's.
+        weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        stepped = [
+            p for p in self.optimizer.get_parameters() if p.untyped_storage().data_ptr() not in weights
+        ]
+        states = [state for held in self.weights.held for state in held.kept()]
+        return [*(p.data for p in stepped), *states]
 
     def export_units(self) -> Iterator[tuple[str, Tensor]]:
         return export_units(self.weights, self.device, self.scope)

@@ -42,21 +42,31 @@ def pack(batch: PackedBatch, alignment: Alignment, device: torch.device) -> tupl
 
 
 def hidden_states(
-    model: torch.nn.Module, batch: PackedBatch, packing: Packing, token_rows: Tensor, size: int
+    model: torch.nn.Module,
+    batch: PackedBatch,
+    packing: Packing,
+    token_rows: Tensor,
+    size: int,
+    balances_experts: bool = False,
 ) -> Tensor:
     """What this part of the model makes of the micro-batch: (local rows, 1, hidden).
 
     Args:
         size: rows of the padded micro-batch.
+        balances_experts: there is an auxiliary loss, which padding must not count in.
     """
     input_ids = batch.tokens["input_ids"]
-    padded = input_ids.new_zeros(size)
+    padded = input_ids.new_full((size,), -1)
     padded[token_rows.to(input_ids.device)] = input_ids
+    rows = padded[packing.rows][None]
+    # Only a loss that balances experts looks at all rows; for every other, padding has weight 0.
+    padding = {"padding_mask": rows < 0} if balances_experts and batch.num_tokens < size else {}
     return model(
-        input_ids=padded[packing.rows][None],
+        input_ids=rows.clamp(min=0),
         position_ids=packing.positions[None],
         attention_mask=None,
         packed_seq_params=packing,
+        **padding,
     )
 
 

@@ -76,7 +76,7 @@ def transformer_config(
         activation_func=nn.functional.silu,
         hidden_dropout=0.0,
         attention_dropout=model.attention_dropout,
-        **_experts(model),
+        **_experts(model, engine.moe_aux_loss_coefficient),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=half,
@@ -215,7 +215,7 @@ def is_tied(model: PretrainedConfig) -> bool:
     return bool(model.tie_word_embeddings)
 
 
-def _experts(model: PretrainedConfig) -> dict[str, Any]:
+def _experts(model: PretrainedConfig, aux_loss: float) -> dict[str, Any]:
     if model.model_type != "qwen3_moe":
         return {}
     return {
@@ -225,8 +225,8 @@ def _experts(model: PretrainedConfig) -> dict[str, Any]:
         # Softmax over the chosen experts is softmax over all, made to add up to 1 again.
         "moe_router_pre_softmax": not model.norm_topk_prob,
         "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": "aux_loss" if aux_loss else "none",
+        "moe_aux_loss_coeff": aux_loss,
         "moe_grouped_gemm": False,
         "moe_permute_fusion": False,
     }

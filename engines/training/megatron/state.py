@@ -59,6 +59,12 @@ class Held:
             whole = whole.reshape(-1)[self._range]
         target.detach().copy_(whole.view(target.shape))
 
+    def kept(self) -> list[Tensor]:
+        """The optimizer's tensors on this rank, as large as what it steps."""
+        if self.optimizer is None or (main := self._main) is None:
+            return []
+        return [tensor for tensor in self.optimizer.optimizer.state[main].values() if tensor.ndim]
+
     @property
     def _main(self) -> Tensor | None:
         """What the optimizer steps: the parameter, its float32 copy, or this rank's range of one of these."""
