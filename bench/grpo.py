@@ -128,8 +128,9 @@ def iteration(group: Any, step: int, prompts: list[list[int]]) -> dict[str, floa
     from bench.workload import MAX_COMPLETION_LENGTH, SAMPLES_PER_PROMPT, even_share
     from engines.rollout.base import Request, SamplingParams
     from engines.streams import stream_key
-    from workflow.rl.advantages import grpo
-    from workflow.rl.batches import border, rollout_batch
+    from workflow.campaign.schema import AlgorithmConfig
+    from workflow.rl.advantages.groups import grpo
+    from workflow.rl.batches import border, on_last_loss_token, rollout_batch
     from workflow.rl.losses import PolicyLoss
 
     started, cpu_started = time.perf_counter(), time.process_time()
@@ -139,12 +140,15 @@ def iteration(group: Any, step: int, prompts: list[list[int]]) -> dict[str, floa
     generated, cpu_generated = time.perf_counter(), time.process_time()
     batch = rollout_batch([prompts[i] for i, _ in places], responses, [i for i, _ in places])
     scores = torch.tensor([even_share(response.token_ids) for response in responses], dtype=torch.float64)
-    advantages = grpo(scores, batch.sequences["group"], batch.tokens["loss_mask"], batch.cu_seqlens, True)
-    batch = batch.with_tokens(old_log_probs=batch.tokens["rollout_log_probs"], advantages=advantages)
+    algorithm = AlgorithmConfig(name="grpo")
+    batch = batch.with_tokens(
+        old_log_probs=batch.tokens["rollout_log_probs"], rewards=on_last_loss_token(scores, batch)
+    )
+    batch = batch.with_tokens(**grpo(batch, algorithm))
     group.update(
         ROLE,
         border(batch, "old_log_probs", "advantages"),
-        PolicyLoss(clip_low=0.2, clip_high=0.2),
+        PolicyLoss(algorithm),
         mini_batch_size=len(requests),
     )
     group.sync_weights(ROLE)

@@ -8,10 +8,12 @@ back in order. Only plain data and tensors cross the border.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tensordict import TensorDict
+from torch import Tensor
 
 from engines.config import RolloutConfig
 from engines.rollout.base import Request, Response, SamplingParams
@@ -70,6 +72,7 @@ class WorkerGroup(ABC):
         shuffle_key: int | None = None,
         aggregation: str = "token-mean",
         max_length: int | None = None,
+        select: Callable[[PackedBatch, Tensor], PackedBatch] | None = None,
     ) -> Metrics:
         """Train ``role``: one optimizer step per mini-batch and epoch.
 
@@ -79,14 +82,35 @@ class WorkerGroup(ABC):
             mini_batch_size: sequences of a mini-batch, over all data-parallel ranks.
             shuffle_key: names the permutation drawn anew in each epoch; None keeps the order.
             max_length: the L of the aggregation ``seq-mean-token-sum-norm``.
+            select: called with each whole mini-batch, right before its step, and ``role``'s log-probs of it (tokens,) at
+                that moment; returns it with further per-token fields. Costs a pass without gradients per mini-batch.
 
         Returns:
             (sum, count) per metric.
         """
         packed = PackedBatch.from_tensordict(batch)
-        lengths = packed.lengths.tolist()
-        steps = dispatch.plan_mini_batches(len(lengths), mini_batch_size, epochs, shuffle_key)
-        places = self._places[role]
+        steps = dispatch.plan_mini_batches(len(packed), mini_batch_size, epochs, shuffle_key)
+        if select is None:
+            return self._update(role, packed, steps, loss, aggregation, max_length)
+        metrics: Metrics = {}
+        for indices in steps:
+            mini_batch = packed.select(indices)
+            outputs = PackedBatch.from_tensordict(self.infer(role, mini_batch.to_tensordict()))
+            chosen, everything = select(mini_batch, outputs.tokens["log_probs"]), [list(range(len(indices)))]
+            merge_metrics(metrics, self._update(role, chosen, everything, loss, aggregation, max_length))
+        return metrics
+
+    def _update(
+        self,
+        role: str,
+        packed: PackedBatch,
+        steps: list[list[int]],
+        loss: LossFunction,
+        aggregation: str,
+        max_length: int | None,
+    ) -> Metrics:
+        """One optimizer step on each of the given sets of sequences."""
+        lengths, places = packed.lengths.tolist(), self._places[role]
         spread = [dispatch.spread(indices, lengths, places[0].data_parallel_size) for indices in steps]
         chunks = [
             [packed.select(shares[rank]).to_tensordict() for shares in spread]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engines.config import ConfigError, parse
-from workflow.campaign.schema import KLConfig
+from workflow.campaign.algorithm import KLConfig
 from workflow.rl.kl import ESTIMATORS, KLController, kl_estimate
 
 
@@ -28,6 +28,31 @@ def test_unbiased_estimators_have_the_exact_mean(estimator):
     exact = (policy.exp() * (policy - reference)).sum()
     mean = (policy.exp() * kl_estimate(policy, reference, estimator)).sum()
     torch.testing.assert_close(mean, exact)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_straight_through_has_the_estimators_value_and_the_gradient_of_the_kl(estimator):
+    logits = torch.tensor([0.3, -1.0, 2.0, 0.1]).double().requires_grad_()
+    policy = torch.log_softmax(logits, 0)
+    reference = torch.log_softmax(torch.tensor([1.0, 0.0, 0.5, -0.3]).double(), 0)
+    found = kl_estimate(policy, reference, f"{estimator}+")
+    torch.testing.assert_close(found, kl_estimate(policy, reference, estimator))
+    (exact,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
+    (mean,) = torch.autograd.grad((policy.exp().detach() * found).sum(), logits)
+    torch.testing.assert_close(mean, exact)
+
+
+def test_gradients_without_straight_through():
+    """Over samples of the policy: nothing for k1, the reverse KL's for k3."""
+    logits = torch.tensor([0.3, -1.0, 2.0, 0.1]).double().requires_grad_()
+    policy = torch.log_softmax(logits, 0)
+    reference = torch.log_softmax(torch.tensor([1.0, 0.0, 0.5, -0.3]).double(), 0)
+    sampled = policy.exp().detach()
+    (of_k1,) = torch.autograd.grad((sampled * kl_estimate(policy, reference, "k1")).sum(), logits, retain_graph=True)  # fmt: skip
+    torch.testing.assert_close(of_k1, torch.zeros(4).double())
+    (of_k3,) = torch.autograd.grad((sampled * kl_estimate(policy, reference, "k3")).sum(), logits, retain_graph=True)  # fmt: skip
+    (reverse,) = torch.autograd.grad((reference.exp() * (reference - policy)).sum(), logits)
+    torch.testing.assert_close(of_k3, reverse)
 
 
 def test_far_apart_policies_stay_finite():
@@ -74,5 +99,8 @@ def test_fixed_coefficient_stays():
     controller = KLController.start(parse(KLConfig, {"place": "loss", "coefficient": 0.1}))
     controller.update(100.0, samples=50)
     assert controller.coefficient == 0.1
-    with pytest.raises(ConfigError, match="adaptive=true needs place=reward"):
-        adaptive(place="loss")
+    assert adaptive(place="loss").adaptive
+    with pytest.raises(ConfigError, match="adaptive=true needs place=reward or place=loss"):
+        adaptive(place="none")
+    with pytest.raises(ConfigError, match=r"a reward has no gradient.*write k3"):
+        adaptive(estimator="k3+")

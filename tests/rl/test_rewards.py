@@ -113,6 +113,23 @@ def test_a_response_that_was_cut_off_is_wrong():
     assert score(WORDS, WORDS.answer, finished=False, kind="exact", partial_credit=0.4) == (0.4, False)
 
 
+@pytest.mark.parametrize(("room", "penalty"), [(9, 0), (4, 0), (3, 0.125), (1, 0.375), (0, 0.5)])
+def test_overlong_penalty(room, penalty):
+    """DAPO, equation 13, with L_max - L_cache = max_new_tokens - buffer."""
+    rewarder = Rewarder(
+        parse(RewardConfig, {"kind": "exact", "overlong": {"buffer": 4, "penalty": 0.5}}), DATA
+    )
+    scores = rewarder.score([WORDS], [WORDS.answer], [room > 0], key=0, room=[room])
+    assert scores.rewards == [float(room > 0) - penalty]
+    assert scores.correct == [room > 0]
+
+
+def test_without_a_buffer_nothing_is_taken_off():
+    assert Rewarder(parse(RewardConfig, {"kind": "exact"}), DATA).score(
+        [WORDS], [WORDS.answer], [True], key=0, room=[0]
+    ).rewards == [1.0]
+
+
 def test_shuffled_control_permutes_rewards_and_leaves_accuracy():
     problems = [Problem(str(i), str(i)) for i in range(64)]
     responses = [str(i) if i % 2 else "x" for i in range(64)]

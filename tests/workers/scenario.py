@@ -16,6 +16,7 @@ from engines.streams import stream_key
 from engines.training.batch import PackedBatch
 from engines.workers.group import WorkerGroup
 from engines.workers.spec import RoleSpec
+from workflow.campaign.schema import AlgorithmConfig
 from workflow.rl.batches import border, rollout_batch
 from workflow.rl.losses import PolicyLoss, ValueLoss
 
@@ -68,7 +69,7 @@ def iterate(group: WorkerGroup, steps: int = 2) -> list[dict[str, Any]]:
         actor = group.update(
             "actor",
             border(batch, "old_log_probs", "advantages"),
-            PolicyLoss(0.2, 0.2),
+            PolicyLoss(AlgorithmConfig(name="grpo")),
             mini_batch_size=8,
             epochs=2,
             shuffle_key=stream_key("shuffle", step),

@@ -13,6 +13,7 @@ from engines.workers.host import NoRolloutError
 from engines.workers.spec import RoleSpec
 from tests.support.models import save_tiny_model
 from tests.workers import scenario
+from workflow.campaign.schema import AlgorithmConfig
 from workflow.rl.batches import border
 from workflow.rl.losses import PolicyLoss
 
@@ -36,7 +37,10 @@ def test_ratio_is_one_before_the_first_update(group):
     group.sync_weights("actor")
     batch = scenario.sample(group)
     metrics = group.update(
-        "actor", border(batch, "old_log_probs", "advantages"), PolicyLoss(0.2, 0.2), mini_batch_size=24
+        "actor",
+        border(batch, "old_log_probs", "advantages"),
+        PolicyLoss(AlgorithmConfig(name="grpo")),
+        mini_batch_size=24,
     )
     total, count = metrics["ratio_deviation"]
     assert count == batch.tokens["loss_mask"].sum()
@@ -75,7 +79,7 @@ def test_reset_starts_the_optimizer_anew_and_keeps_the_weights(group, model):
         assert torch.equal(tensor, weights[name])
     batch = border(first["batch"], "old_log_probs", "advantages")
     arguments = {"mini_batch_size": 8, "epochs": 2}
-    after_reset = group.update("actor", batch, PolicyLoss(0.2, 0.2), **arguments)
+    after_reset = group.update("actor", batch, PolicyLoss(AlgorithmConfig(name="grpo")), **arguments)
     trained = {name: tensor.clone() for name, tensor in group._host._workers["actor"].weights()}
     # A new group that starts from the weights before that update must do the same update.
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -84,7 +88,7 @@ def test_reset_starts_the_optimizer_anew_and_keeps_the_weights(group, model):
     plain.save_pretrained(model.parent / "before")
     group.shutdown()
     with build_groups(scenario.specs(model.parent / "before"))["actor"] as fresh:
-        expected = fresh.update("actor", batch, PolicyLoss(0.2, 0.2), **arguments)
+        expected = fresh.update("actor", batch, PolicyLoss(AlgorithmConfig(name="grpo")), **arguments)
         for name, tensor in fresh._host._workers["actor"].weights():
             assert torch.equal(tensor, trained[name])
     del expected["tokens_per_second"], after_reset["tokens_per_second"]

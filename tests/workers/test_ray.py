@@ -19,6 +19,7 @@ from engines.workers.spec import total_ranks
 from tests.support.models import save_tiny_model
 from tests.support.processes import children, wait_until_gone
 from tests.workers import scenario
+from workflow.campaign.schema import AlgorithmConfig
 from workflow.rl.batches import border
 from workflow.rl.losses import PolicyLoss
 
@@ -98,7 +99,9 @@ def check_state_moves_to_one_rank(group, alone, folder):
 
 def test_fewer_sequences_than_ranks(groups):
     batch = small_batch(sequences=1)
-    metrics = groups["actor"].update("actor", batch, PolicyLoss(0.2, 0.2), mini_batch_size=1)
+    metrics = groups["actor"].update(
+        "actor", batch, PolicyLoss(AlgorithmConfig(name="grpo")), mini_batch_size=1
+    )
     assert metrics["ratio"][1] == 2
     outputs = PackedBatch.from_tensordict(groups["actor"].infer("actor", batch)).tokens["log_probs"]
     assert outputs.shape == (3,)

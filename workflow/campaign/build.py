@@ -104,7 +104,7 @@ def _place_engines(config: RunConfig, model: ModelFacts) -> tuple[RunConfig, dic
     roles = {"engine": "language_model"}
     if algorithm.name != "sft":
         roles["actor.engine"] = "language_model"
-    if algorithm.name == "ppo":
+    if algorithm.has_critic:
         roles["critic.engine"] = "value_model"
     if algorithm.kl.place != "none":
         roles["reference.engine"] = "language_model"
@@ -194,7 +194,7 @@ class _Builder:
 
     def _cut(self, train: StageSpec, run: PlannedRun) -> StageSpec:
         """Decide where a training is cut, and with it how much it will write."""
-        trained = 2 if run.config.algorithm.name == "ppo" else 1
+        trained = 2 if run.config.algorithm.has_critic else 1
         try:
             cuts = self.cutter.cuts(train, run.config.site, run.model.parameters)
         except ConfigError as error:

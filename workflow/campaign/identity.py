@@ -15,12 +15,23 @@ from typing import Any
 from engines.checkpoint.verify import sha256
 from engines.config import ConfigError, nearest
 from workflow.campaign.hub import is_hub
-from workflow.campaign.paths import ABSENT, lookup, replaced
+from workflow.campaign.objectives import find
+from workflow.campaign.paths import ABSENT, lookup, replaced, without
+from workflow.campaign.schema import RunConfig, default_of
 from workflow.campaign.stages import Stage
 from workflow.manifest import canonical_json
 
 LEARNING_ENGINE_KEYS = ("seed",)
 """The keys of an engine that belong to what is learnt; all others only say how it is computed."""
+ADDED = (
+    *(
+        f"algorithm.{key}"
+        for key in ("advantage", "policy_loss", "dual_clip", "sapo", "covariance", "pass_k")
+    ),
+    *(f"algorithm.{key}" for key in ("correction", "filter", "options")),
+    "reward.overlong",
+)
+"""Keys that came after results had been published: at their default, results and so identities are those from before."""
 EXECUTION_PATHS = ("rollout.batch_size", "rollout.compact_every", "evaluate.batch_size")
 """Further settings of the computation: they can change a bit, not what is learnt."""
 
@@ -83,7 +94,7 @@ def by_content(values: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(values)
     for path, digest in contents(values).items():
         result = replaced(result, path, digest)
-    return result
+    return without(result, [path for path in ADDED if lookup(result, path) == default_of(RunConfig, path)])
 
 
 def contents(values: Mapping[str, Any]) -> dict[str, str]:
@@ -166,6 +177,12 @@ def _function_content(key: str, value: str) -> str:
     return f"{value} sha256:{_file_digest(Path(spec.origin))}"
 
 
+def _objective_content(key: str, value: str) -> str:
+    """A row of Baton's own is known by its name, a third party's by its source."""
+    row = find(key.rpartition(".")[2], value)
+    return value if row.reads is not None else _function_content(key, row.function)
+
+
 def _check_function(key: str, value: str, function: str, file: Path) -> None:
     """Look for a name in a module's source; the module itself is not imported, that may take a framework."""
     if file.suffix != ".py":
@@ -204,6 +221,8 @@ _CONTENT_PATHS = {
     "data.heldout_file": _path_content,
     "reward.function": _function_content,
     "data.wrong_answer": _function_content,
+    "algorithm.advantage": _objective_content,
+    "algorithm.policy_loss": _objective_content,
 }
 
 

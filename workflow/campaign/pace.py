@@ -25,6 +25,8 @@ NEWEST = 4
 """Published segments that are looked at."""
 WORK = (
     "algorithm.name",
+    "algorithm.advantage",
+    "algorithm.policy_loss",
     "algorithm.prompts_per_step",
     "algorithm.samples_per_prompt",
     "algorithm.mini_batch_size",

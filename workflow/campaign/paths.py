@@ -35,6 +35,18 @@ def replaced(values: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]
     return result
 
 
+def without(values: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Any]:
+    """A copy of ``values`` without what stands at ``paths``; those that are absent are passed over."""
+    result = dict(values)
+    for path in paths:
+        name, _, rest = path.partition(".")
+        if name in result and rest:
+            result[name] = without(result[name], [rest])
+        else:
+            result.pop(name, None)
+    return result
+
+
 def cut(values: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Any]:
     """The parts of ``values`` at ``paths``, in nested form; paths that are absent are left out."""
     result: dict[str, Any] = {}

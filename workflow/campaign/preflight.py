@@ -46,6 +46,10 @@ def check_sizes(run: RunConfig) -> None:
         bounds.append(
             ("algorithm.prompts_per_step", algorithm.prompts_per_step, "data.train_size", data.train_size)
         )
+        longest = run.rollout.max_new_tokens
+        bounds.append(
+            ("reward.overlong.buffer", run.reward.overlong.buffer, "rollout.max_new_tokens", longest)
+        )
     for key, value, limit_key, limit in bounds:
         if value > limit:
             raise ConfigError(f"{key}={value}: more than {limit_key}={limit}")

@@ -6,30 +6,37 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from engines.config import ConfigError
 from workflow.campaign.hub import is_hub
+from workflow.campaign.objectives import TABLES, Objective
 from workflow.campaign.schema import RunConfig
 
 _Test = Callable[[RunConfig], bool]
 _RL_ONLY = tuple(
     f"algorithm.{key}"
     for key in (
-        "prompts_per_step", "samples_per_prompt", "mini_batch_size", "epochs", "normalize_by_std", "shuffle", "aggregation", "clip_low",
-        "clip_high", "entropy_coefficient", "old_log_probs", "kl", "lr", "optimizer",
+        "prompts_per_step", "samples_per_prompt", "mini_batch_size", "epochs", "shuffle", "aggregation", "advantage", "policy_loss",
+        "entropy_coefficient", "old_log_probs", "correction", "filter", "options", "kl", "lr", "optimizer",
     )
 )  # fmt: skip
 
 _RULES: tuple[tuple[tuple[str, ...], _Test, str], ...] = (
-    (
-        ("critic", "algorithm.critic_lr", "algorithm.critic_optimizer", "algorithm.critic_warmup_steps",
-         "algorithm.gamma", "algorithm.gae_lambda", "algorithm.value_clip"),
-        lambda run: run.algorithm.name == "ppo",
-        "only algorithm=ppo has a critic",
-    ),
+    (("critic",), lambda run: run.algorithm.has_critic, "only algorithm.advantage=gae (algorithm=ppo) has a critic"),
     ((*_RL_ONLY, "actor", "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.batch_size",
-      "rollout.compact_every", "reward.shuffled", "reward.partial_credit", "checkpoint"),
+      "rollout.compact_every", "reward.shuffled", "reward.partial_credit", "reward.overlong", "checkpoint"),
      lambda run: run.algorithm.name != "sft", "algorithm=sft has no RL stage"),
     (("reference", "algorithm.kl.estimator", "algorithm.kl.coefficient"),
      lambda run: run.algorithm.kl.place != "none", "algorithm.kl.place=none builds no reference model"),
     (("algorithm.kl.target", "algorithm.kl.horizon"), lambda run: run.algorithm.kl.adaptive, "algorithm.kl.adaptive=false"),
+    (("algorithm.correction.bound", "algorithm.correction.high"),
+     lambda run: run.algorithm.correction.weights != "none", "algorithm.correction.weights=none"),
+    (("algorithm.correction.low",),
+     lambda run: run.algorithm.correction.weights != "none" and run.algorithm.correction.bound == "mask",
+     "only algorithm.correction.bound=mask with weights has a lower bound"),
+    (("algorithm.correction.reject_low", "algorithm.correction.reject_high"),
+     lambda run: run.algorithm.correction.reject != "none", "algorithm.correction.reject=none"),
+    (("algorithm.filter.max_rounds",), lambda run: run.algorithm.filter.by != "none", "algorithm.filter.by=none"),
+    (("reward.overlong.penalty",), lambda run: run.reward.overlong.buffer > 0, "reward.overlong.buffer=0"),
+    (("algorithm.options",), lambda run: None in (run.algorithm.estimator.reads, run.algorithm.surrogate.reads),
+     "only a third party's algorithm.advantage or algorithm.policy_loss reads options"),
     (("data.wrong_answer",), lambda run: run.data.wrong_share > 0, "data.wrong_share=0"),
     (("data.train_file", "data.heldout_file"), lambda run: not run.data.tasks, "data.tasks is set"),
     (("model.tokenizer",), lambda run: run.model.architecture is not None, "the model brings its own tokenizer"),
@@ -43,7 +50,7 @@ def irrelevant(run: RunConfig, keys: Iterable[str]) -> dict[str, str]:
     return {
         key: why
         for key in keys
-        for paths, used, why in (*_RULES, *_micro_batch_rules(key))
+        for paths, used, why in (*_RULES, *_objective_rules(run), *_micro_batch_rules(key))
         if any(key == path or key.startswith(path + ".") for path in paths) and not used(run)
     }
 
@@ -69,6 +76,24 @@ def check_relevant(runs: Mapping[str, tuple[RunConfig, Sequence[str]]], shared: 
             problems.append(f"{key}: has no effect, {everywhere[0][key]}")
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _objective_rules(run: RunConfig) -> list[tuple[tuple[str, ...], _Test, str]]:
+    """What only some estimators and losses read, unless the two that the run has do."""
+    if run.algorithm.name == "sft":
+        why, chosen = "algorithm=sft has no RL stage", ()
+    else:
+        chosen = (run.algorithm.estimator, run.algorithm.surrogate)
+        names = (f"algorithm.{key}={row.name}" for key, row in zip(TABLES, chosen, strict=True))
+        why = f"{' and '.join(names)} do not read it"
+    read = {key for row in chosen for key in _keys(row)}
+    known = {key for table in TABLES.values() for row in table for key in _keys(row)}
+    unread = tuple(f"algorithm.{key}" for key in sorted(known - read))
+    return [(unread, lambda _: any(row.reads is None for row in chosen), why)]
+
+
+def _keys(row: Objective) -> tuple[str, ...]:
+    return row.reads or ()
 
 
 def _micro_batch_rules(key: str) -> list[tuple[tuple[str, ...], _Test, str]]:

@@ -15,6 +15,7 @@ from engines.config import (
     EngineConfig,
     RolloutConfig,
 )
+from workflow.campaign.algorithm import AlgorithmConfig
 from workflow.campaign.hub import check_source, hub_folder, is_hub
 from workflow.campaign.site import SiteConfig
 
@@ -128,94 +129,13 @@ class SftConfig(Config):
     """The other AdamW settings; an engine is given optimizer.at(lr)."""
 
 
-class KLConfig(Config):
-    """Divergence from the reference policy (the SFT checkpoint)."""
+class OverlongConfig(Config):
+    """Soft overlong punishment (Yu et al., DAPO, equation 13): what comes near the longest response costs something."""
 
-    place: Literal["none", "reward", "loss"] = "none"
-    """Where the penalty goes; none builds no reference model."""
-    estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
-    """Schulman, Approximating KL Divergence."""
-    coefficient: float = Field(0.001, ge=0)
-    """Weight of the penalty (the initial one when adaptive)."""
-    adaptive: bool = False
-    """Ziegler et al., Fine-Tuning Language Models from Human Preferences, section 2.2 (only with place=reward)."""
-    target: float = Field(0.1, gt=0)
-    """Adaptive: the KL aimed at."""
-    horizon: int = Field(10_000, ge=1)
-    """Adaptive: samples over which the coefficient adapts."""
-
-    @model_validator(mode="after")
-    def _adaptive_in_reward(self) -> KLConfig:
-        if self.adaptive and self.place != "reward":
-            raise ValueError("adaptive=true needs place=reward")
-        return self
-
-
-class AlgorithmConfig(Config):
-    """The objective and the size of an iteration."""
-
-    name: Literal["grpo", "ppo", "sft"]
-    """grpo: group-relative advantages (Shao et al., DeepSeekMath, section 4.1). ppo: GAE with a critic (Schulman et al., PPO).
-    sft: no RL, the supervised stage goes on for so many steps (a control experiment)."""
-    steps: int = Field(60, ge=1)
-    """Iterations of the whole run."""
-    prompts_per_step: int = Field(64, ge=1)
-    """Prompts per iteration."""
-    samples_per_prompt: int = Field(8, ge=1)
-    """Responses per prompt."""
-    mini_batch_size: int = Field(512, ge=1)
-    """Sequences per optimizer step; must divide prompts_per_step x samples_per_prompt."""
-    epochs: int = Field(1, ge=1)
-    """Passes over an iteration's samples."""
-    shuffle: bool = False
-    """Shuffle samples before mini-batches are cut, anew in each epoch."""
-    aggregation: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "token-mean"
-    """How token terms become one loss (DESIGN: exact loss)."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    """Lower clip of the probability ratio: 1 - clip_low."""
-    clip_high: float = Field(0.2, gt=0)
-    """Upper clip of the probability ratio: 1 + clip_high."""
-    entropy_coefficient: float = Field(0.0, ge=0)
-    """Entropy bonus."""
-    normalize_by_std: bool = True
-    """grpo: divide a group's advantages by its standard deviation. ppo: whiten advantages over the batch."""
-    gamma: float = Field(1.0, ge=0, le=1)
-    """ppo: discount."""
-    gae_lambda: float = Field(1.0, ge=0, le=1)
-    """ppo: lambda of GAE (Schulman et al., High-Dimensional Continuous Control Using GAE, equation 16)."""
-    value_clip: float = Field(0.2, gt=0)
-    """ppo: clip range of the value loss."""
-    critic_warmup_steps: int = Field(0, ge=0)
-    """ppo: first iterations in which only the critic learns."""
-    old_log_probs: Literal["recompute", "rollout"] = "recompute"
-    """Where the ratio's denominator comes from: a pass of the training engine, or what the rollout recorded."""
-    kl: KLConfig = KLConfig()
-    """Penalty against the reference."""
-    lr: float = Field(1e-4, gt=0, le=1)
-    """The actor's peak learning rate."""
-    optimizer: AdamWConfig = AdamWConfig()
-    """The actor's other AdamW settings; its engine is given optimizer.at(lr)."""
-    critic_lr: float = Field(5e-4, gt=0, le=1)
-    """ppo: the critic's peak learning rate."""
-    critic_optimizer: AdamWConfig = AdamWConfig()
-    """ppo: the critic's other AdamW settings."""
-
-    @property
-    def samples_per_step(self) -> int:
-        """Sequences of one iteration."""
-        return self.prompts_per_step * self.samples_per_prompt
-
-    @model_validator(mode="after")
-    def _mini_batches_divide(self) -> AlgorithmConfig:
-        if self.samples_per_step % self.mini_batch_size:
-            raise ValueError(
-                f"mini_batch_size={self.mini_batch_size} does not divide prompts_per_step x samples_per_prompt = {self.samples_per_step}"
-            )
-        if self.name == "grpo" and self.samples_per_prompt < 2:
-            raise ValueError("grpo compares the samples of a prompt: samples_per_prompt must be at least 2")
-        return self
+    buffer: int = Field(0, ge=0)
+    """The last so many tokens of rollout.max_new_tokens are penalised, each more than the one before; 0 is off."""
+    penalty: float = Field(1.0, gt=0)
+    """Taken off the reward of a response that fills the buffer."""
 
 
 class RewardConfig(Config):
@@ -229,6 +149,8 @@ class RewardConfig(Config):
     """function: module:function, called with (response: str, problem: Problem) and returning a float."""
     partial_credit: float = Field(0.0, ge=0, le=1)
     """Share of the reward that goes to the share of answer tokens (words or characters) in the right place; the rest to being right."""
+    overlong: OverlongConfig = OverlongConfig()
+    """Penalty on long responses."""
     shuffled: bool = False
     """Control experiment: rewards are permuted over the batch, so nothing can be learnt from them."""
 
@@ -327,6 +249,15 @@ class RunConfig(Config):
     def role_engine(self, role: str) -> EngineConfig:
         """The engine of ``role`` (actor, critic, reference): its own, or the run's."""
         return getattr(self, role).engine or self.engine
+
+
+def default_of(config_type: type[Config], path: str) -> Any:
+    """The default of the key at a dotted path, as plain JSON values."""
+    *parents, last = path.split(".")
+    for name in parents:
+        config_type = config_type.model_fields[name].annotation
+    default = config_type.model_fields[last].get_default()
+    return default.model_dump(mode="json") if isinstance(default, Config) else default
 
 
 Segments = Annotated[int, Field(ge=1)] | Literal["auto"]

@@ -31,7 +31,7 @@ def _convert_unused(config: RunConfig) -> tuple[str, ...]:
 
 
 def _train_unused(config: RunConfig) -> tuple[str, ...]:
-    unused = [] if config.algorithm.name == "ppo" else ["critic"]
+    unused = [] if config.algorithm.has_critic else ["critic"]
     return (*unused, *([] if config.algorithm.kl.place != "none" else ["reference"]))
 
 

@@ -31,7 +31,7 @@ def model_card(config: Any, inputs: Mapping[str, Manifest]) -> str:
     sections = [
         *header,
         f"\n# {name}\n",
-        f"{config.model.name}, post-trained on {config.data.name} with {_ALGORITHMS[config.algorithm.name]}.\n",
+        f"{config.model.name}, post-trained on {config.data.name} with {_ALGORITHMS.get(config.algorithm.name, config.algorithm.name)}.\n",
         "## Results\n",
         *_results(inputs),
         "\n## How it was made\n",

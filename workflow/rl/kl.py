@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workflow.campaign.schema import KLConfig
+from workflow.campaign.algorithm import KLConfig
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
+"""Each also with + behind its name: straight through."""
 
 # exp() of a log-ratio beyond this says no more than "far away" and would overflow.
 MAX_LOG_RATIO = 20.0
@@ -21,6 +22,8 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str) 
 
     With log r = log p_reference - log p_policy: k1 = -log r; k2 = (log r)^2 / 2; k3 = (r - 1) - log r
     (Schulman, Approximating KL Divergence, 2020); abs = |log r|. k1 and k3 are unbiased, k2 and k3 never negative.
+    With + behind the name, the value is the estimator's and the gradient that of k2: over samples of the policy its mean is
+    the KL's gradient, while k1's has mean 0 and k3's is that of the reverse KL(reference || policy).
 
     Args:
         log_probs, reference_log_probs: any equal shape.
@@ -29,6 +32,11 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str) 
         The same shape; differentiable in ``log_probs``.
     """
     log_ratio = reference_log_probs - log_probs
+    if estimator.endswith("+"):
+        through = log_ratio.square() / 2
+        return kl_estimate(log_probs, reference_log_probs, estimator[:-1]).detach() + (
+            through - through.detach()
+        )
     if estimator == "k1":
         return -log_ratio
     if estimator == "k2":
@@ -38,7 +46,9 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str) 
         return torch.expm1(bounded) - bounded
     if estimator == "abs":
         return log_ratio.abs()
-    raise ValueError(f"kl.estimator={estimator!r} is unknown; known: {', '.join(ESTIMATORS)}")
+    raise ValueError(
+        f"kl.estimator={estimator!r} is unknown; known: {', '.join(ESTIMATORS)}, each also with +"
+    )
 
 
 @dataclass

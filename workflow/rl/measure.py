@@ -8,13 +8,14 @@ from torch import Tensor
 
 from engines.rollout.base import Response
 from engines.training.batch import PackedBatch
-from workflow.campaign.schema import AlgorithmConfig, KLConfig
+from workflow.campaign.algorithm import KLConfig
+from workflow.rl.correction import mismatch
 from workflow.rl.kl import kl_estimate
 from workflow.rl.metrics import Stopwatch
 from workflow.rl.rewards import Scores
 
 
-def samples(batch: PackedBatch, scores: Scores, responses: Sequence[Response]) -> dict[str, float]:
+def samples(scores: Scores, responses: Sequence[Response]) -> dict[str, float]:
     """Rewards, accuracy and lengths of the step's responses."""
     lengths = [len(response.token_ids) for response in responses]
     return {
@@ -26,20 +27,27 @@ def samples(batch: PackedBatch, scores: Scores, responses: Sequence[Response]) -
     }
 
 
-def before_update(batch: PackedBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """What the batch shows before anything learns from it.
+def rollout(batch: PackedBatch) -> dict[str, float]:
+    """How far the policy that sampled is from the one that is trained; 1 and 0 where both compute the same.
 
-    ``rollout_ratio_*`` are the extremes of exp(log-prob of the training engine - log-prob that the rollout recorded): 1
-    where both compute the same policy.
+    ``rollout_ratio_*`` are the extremes of exp(log-prob of the training engine - log-prob that the rollout recorded).
     """
     chosen = batch.tokens["loss_mask"] > 0
     difference = (batch.tokens["old_log_probs"] - batch.tokens["rollout_log_probs"])[chosen]
-    metrics = {
+    extremes = {
         "rollout_ratio_min": float(difference.min().exp()),
         "rollout_ratio_max": float(difference.max().exp()),
     }
+    return {**extremes, **mismatch(batch)}
+
+
+def before_update(batch: PackedBatch, kl: KLConfig) -> dict[str, float]:
+    """What the batch shows before anything learns from it; nothing when all of it was rejected."""
+    chosen, metrics = batch.tokens["loss_mask"] > 0, {}
+    if not bool(chosen.any()):
+        return metrics
     if "reference_log_probs" in batch.tokens:
-        metrics["reference_kl"] = float(divergence(batch, algorithm.kl)[chosen].double().mean())
+        metrics["reference_kl"] = float(divergence(batch, kl)[chosen].double().mean())
     if "returns" in batch.tokens:
         metrics["explained_variance"] = explained_variance(
             batch.tokens["old_values"][chosen], batch.tokens["returns"][chosen]

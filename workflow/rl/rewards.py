@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.streams import stream_key
-from workflow.campaign.schema import DataConfig, RewardConfig
+from workflow.campaign.schema import DataConfig, OverlongConfig, RewardConfig
 from workflow.data import Problem, UserFunction, Verifier, demonstration
 
 RewardFunction = Callable[[str, Problem], float]
@@ -29,7 +29,8 @@ class Rewarder:
     """Scores responses as ``config`` says.
 
     reward = (1 - partial_credit) * base + partial_credit * (share of the answer's tokens in the right place).
-    A response that was cut off before its end earns no base reward and is never correct.
+    A response that was cut off before its end earns no base reward and is never correct. Near the longest response a
+    penalty is taken off (``overlong_penalty``).
 
     Raises:
         UserFunctionError: the user's function cannot be imported; from ``score``, that it failed on a response.
@@ -40,9 +41,20 @@ class Rewarder:
         self._base = base_reward(config, data)
 
     def score(
-        self, problems: Sequence[Problem], responses: Sequence[str], finished: Sequence[bool], key: int
+        self,
+        problems: Sequence[Problem],
+        responses: Sequence[str],
+        finished: Sequence[bool],
+        key: int,
+        room: Sequence[int] | None = None,
     ) -> Scores:
-        """Score each response to the problem at its place; ``key`` names the permutation of the shuffled control."""
+        """Score each response to the problem at its place.
+
+        Args:
+            finished: whether it ended by itself.
+            key: names the permutation of the shuffled control.
+            room: tokens that were left to it, for the penalty on long ones; none is taken off when it is not given.
+        """
         rewards, correct = [], []
         for problem, response, complete in zip(problems, responses, finished, strict=True):
             base = self._base(response, problem) if complete else 0.0
@@ -53,6 +65,9 @@ class Rewarder:
                     response, demonstration(self._data, problem)
                 )
             rewards.append(base)
+        if room is not None:
+            penalties = [overlong_penalty(left, self._config.overlong) for left in room]
+            rewards = [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
         if self._config.shuffled:
             order = sorted(range(len(rewards)), key=lambda i: stream_key(key, "shuffled", i))
             rewards = [rewards[i] for i in order]
@@ -93,6 +108,14 @@ def _pattern_match(pattern: str) -> RewardFunction:
         return exact_match((found and found.group(1)) or "", problem)
 
     return match
+
+
+def overlong_penalty(room: int, config: OverlongConfig) -> float:
+    """penalty * max(buffer - room, 0) / buffer, where a response of ``max_new_tokens - room`` tokens might have had ``room`` more.
+
+    (Yu et al., DAPO, equation 13, soft overlong punishment: 0 up to where the buffer begins, then growing to its end.)
+    """
+    return config.penalty * max(config.buffer - room, 0) / config.buffer if config.buffer else 0.0
 
 
 def placed_share(response: str, answer: str) -> float:

@@ -1,6 +1,6 @@
 """One iteration of RL post-training, as a list of calls: read :meth:`PPOTrainer.step` first.
 
-Notable: GRPO and PPO differ in one place, ``advantages`` (and in whether there is a critic). No state of a random
+Notable: algorithms differ in functions that the configuration names, an advantage estimator and a policy loss. No state of a random
 generator exists: what is drawn depends on (run, step, place) alone, so a run that is cut, killed and resumed anywhere
 goes on as if nothing had happened.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ from engines.training.batch import PackedBatch
 from engines.workers.group import WorkerGroup
 from workflow.campaign.schema import AlgorithmConfig, DataConfig, RolloutConfig
 from workflow.data import Problem, PromptEncoder
-from workflow.rl import advantages, measure
+from workflow.rl import measure
 from workflow.rl.batches import border, on_last_loss_token, per_sequence_sum, rollout_batch
+from workflow.rl.correction import correct
+from workflow.rl.filtering import Samples, chosen_prompts, informative
 from workflow.rl.kl import KLController
 from workflow.rl.losses import PolicyLoss, ValueLoss
 from workflow.rl.metrics import Stopwatch
@@ -34,7 +36,7 @@ from workflow.rl.rewards import Rewarder, Scores
 
 @dataclass
 class PPOTrainer:
-    """PPO and GRPO over the groups of the roles actor, critic (ppo) and reference (with a KL penalty)."""
+    """The iteration over the groups of the roles actor, critic (where there is one) and reference (with a KL penalty)."""
 
     run: str
     """Names all random streams: the learning identity of the training stage."""
@@ -57,56 +59,90 @@ class PPOTrainer:
     def __post_init__(self) -> None:
         self.kl = KLController.start(self.algorithm.kl)
         self.cursor = DataCursor(self.run, [problem.digest for problem in self.problems])
-        self.policy_loss = PolicyLoss(
-            self.algorithm.clip_low,
-            self.algorithm.clip_high,
-            self.algorithm.entropy_coefficient,
-            self.algorithm.kl.coefficient,
-            self.algorithm.kl.estimator if self.algorithm.kl.place == "loss" else None,
-        )
+        self.policy_loss = PolicyLoss(self.algorithm)
         self.groups["actor"].sync_weights("actor")
 
     def step(self) -> dict[str, Any]:
         """One iteration; returns its metrics."""
         watch = Stopwatch()
-        with watch.part("rollout"):
-            problems = self.next_problems()
-            batch, responses = self.rollout(problems)
-        with watch.part("reward"):
-            batch, scores = self.reward(batch, problems, responses)
+        batch, sampled, drawn = self.samples(watch)
         with watch.part("old_log_probs"):
             batch = self.old_log_probs(batch)
+        metrics = {**drawn, **measure.rollout(batch)}
+        batch = correct(batch, self.algorithm.correction)
         with watch.part("reference"):
             batch = self.reference_log_probs(batch)
         with watch.part("values"):
             batch = self.values(batch)
-        batch = self.advantages(batch)
+        batch = batch.with_tokens(**self.algorithm.estimator.load()(batch, self.algorithm))
         with watch.part("critic"):
             critic = self.update_critic(batch)
         with watch.part("actor"):
             actor = self.update_actor(batch)
         with watch.part("sync"):
             self.groups["actor"].sync_weights("actor")
-        metrics = {
-            **measure.samples(batch, scores, responses),
-            **measure.before_update(batch, self.algorithm),
+        metrics |= {
+            **measure.before_update(batch, self.algorithm.kl),
             **measure.updates(actor, critic),
             "kl_coefficient": self.kl.coefficient,
         }
-        self.finish(batch)
-        return {"step": self.steps_done, **metrics, **measure.speed(batch, watch)}
+        self.finish(batch, sampled)
+        return {"step": self.steps_done, **metrics, **measure.speed(sampled, watch)}
 
-    def next_problems(self) -> list[Problem]:
-        """The problem of every sample of this step: each one ``samples_per_prompt`` times in a row."""
-        indices = self.cursor.take(self.algorithm.prompts_per_step)
+    def samples(self, watch: Stopwatch) -> tuple[PackedBatch, PackedBatch, dict[str, float]]:
+        """What this step learns from, all that was sampled for it, and what that says of the policy.
+
+        With dynamic sampling, prompts are drawn until enough of them can teach something, or ``max_rounds`` are over.
+        """
+        config, size = self.algorithm.filter, self.algorithm.samples_per_prompt
+        rounds: list[Samples] = []
+        useful: list[bool] = []
+        missing = self.algorithm.prompts_per_step
+        while missing:
+            rounds.append(self.sample_round(missing, len(rounds), len(useful), watch))
+            if config.by == "none":
+                break
+            useful += informative(rounds[-1], size, config)
+            missing = self.algorithm.prompts_per_step - sum(useful)
+            if len(rounds) == config.max_rounds:
+                break
+        sampled = Samples.concatenate(rounds)
+        metrics = measure.samples(sampled.scores, sampled.responses)
+        if config.by == "none":
+            return sampled.batch, sampled.batch, metrics
+        prompts = chosen_prompts(useful, self.algorithm.prompts_per_step)
+        kept = sampled.select([prompt * size + i for prompt in prompts for i in range(size)])
+        metrics |= {
+            "filter_rounds": len(rounds),
+            "filter_useful": sum(useful) / len(useful),
+            "filter_filled_up": missing / len(prompts),
+        }
+        return kept.batch, sampled.batch, metrics
+
+    def sample_round(self, prompts: int, number: int, first: int, watch: Stopwatch) -> Samples:
+        """Responses to the next ``prompts`` problems, scored; ``number`` rounds and ``first`` prompts of the step came before."""
+        with watch.part("rollout"):
+            problems = self.next_problems(prompts)
+            batch, responses = self.rollout(problems, first)
+        # The first round of a step has the names that it had before there were others.
+        key = ("reward", self.steps_done, *([number] if number else []))
+        with watch.part("reward"):
+            batch, scores = self.reward(batch, problems, responses, key)
+        if self.algorithm.estimator.greedy:
+            with watch.part("greedy"):
+                batch = self.greedy_baseline(batch, problems, first)
+        return Samples(batch, responses, scores)
+
+    def next_problems(self, prompts: int) -> list[Problem]:
+        """The problem of every sample of the next ``prompts``: each one ``samples_per_prompt`` times in a row."""
+        indices = self.cursor.take(prompts)
         return [self.problems[i] for i in indices for _ in range(self.algorithm.samples_per_prompt)]
 
-    def rollout(self, problems: list[Problem]) -> tuple[PackedBatch, list[Response]]:
-        """A response to every problem, as a batch; samples of one prompt carry the same ``group``."""
+    def rollout(self, problems: list[Problem], first: int) -> tuple[PackedBatch, list[Response]]:
+        """A response to every problem, as a batch; samples of one prompt carry the same ``group``, from ``first`` on."""
         size = self.algorithm.samples_per_prompt
-        places = [divmod(i, size) for i in range(len(problems))]
-        encoded = {p.digest: self.encoder.prompt_ids(self.data, p) for p in problems[::size]}
-        prompts = [encoded[problem.digest] for problem in problems]
+        places = [(first + i // size, i % size) for i in range(len(problems))]
+        prompts = self._prompts(problems)
         requests = [
             Request(prompt, stream_key(self.run, "rollout", self.steps_done, place, sample))
             for prompt, (place, sample) in zip(prompts, places, strict=True)
@@ -114,15 +150,30 @@ class PPOTrainer:
         responses = self.groups["actor"].generate(requests, SamplingParams.from_config(self.rollout_config))
         return rollout_batch(prompts, responses, [place for place, _ in places]), responses
 
+    def greedy_baseline(self, batch: PackedBatch, problems: list[Problem], first: int) -> PackedBatch:
+        """Adds ``baseline`` per sequence: what the likeliest response to its prompt would earn."""
+        size = self.algorithm.samples_per_prompt
+        asked = problems[::size]
+        requests = [
+            Request(prompt, stream_key(self.run, "greedy", self.steps_done, first + place))
+            for place, prompt in enumerate(self._prompts(asked))
+        ]
+        params = SamplingParams.from_config(self.rollout_config, greedy=True)
+        scores = self._score(
+            asked, self.groups["actor"].generate(requests, params), ("greedy", self.steps_done, first)
+        )
+        baseline = torch.tensor(scores.rewards, dtype=torch.float64).repeat_interleave(size)
+        return replace(batch, sequences={**batch.sequences, "baseline": baseline})
+
     def reward(
-        self, batch: PackedBatch, problems: list[Problem], responses: list[Response]
+        self,
+        batch: PackedBatch,
+        problems: list[Problem],
+        responses: list[Response],
+        key: tuple[str | int, ...],
     ) -> tuple[PackedBatch, Scores]:
         """Adds ``rewards``: each response's score, on its last token."""
-        texts = [self.encoder.decode(response.token_ids) for response in responses]
-        finished = [response.finished for response in responses]
-        scores = self.rewarder.score(
-            problems, texts, finished, key=stream_key(self.run, "reward", self.steps_done)
-        )
+        scores = self._score(problems, responses, key)
         rewards = torch.tensor(scores.rewards, dtype=torch.float64)
         return batch.with_tokens(rewards=on_last_loss_token(rewards, batch)), scores
 
@@ -148,21 +199,6 @@ class PPOTrainer:
             return batch
         return batch.with_tokens(old_values=self._infer("critic", batch)["values"])
 
-    def advantages(self, batch: PackedBatch) -> PackedBatch:
-        """Adds ``advantages`` and, with a critic, ``returns``."""
-        config, mask, rewards = self.algorithm, batch.tokens["loss_mask"], batch.tokens["rewards"]
-        if config.name == "grpo":
-            scores, groups = per_sequence_sum(rewards, batch), batch.sequences["group"]
-            return batch.with_tokens(
-                advantages=advantages.grpo(scores, groups, mask, batch.cu_seqlens, config.normalize_by_std)
-            )
-        estimated, returns = advantages.gae(
-            rewards, batch.tokens["old_values"], mask, batch.cu_seqlens, config.gamma, config.gae_lambda
-        )
-        if config.normalize_by_std:
-            estimated = advantages.whiten(estimated, mask)
-        return batch.with_tokens(advantages=estimated, returns=returns)
-
     def update_critic(self, batch: PackedBatch) -> Mapping[str, tuple[float, float]]:
         """Train the critic, if there is one."""
         if "critic" not in self.groups:
@@ -175,20 +211,22 @@ class PPOTrainer:
         """Train the actor, once the critic has warmed up."""
         if self.steps_done < actor_starts(self.algorithm):
             return {}
-        fields = ["old_log_probs", "advantages"]
-        if self.algorithm.kl.place == "loss":
-            fields.append("reference_log_probs")
-        return self._update("actor", border(batch, *fields), self.policy_loss)
+        loss = replace(self.policy_loss, kl_coefficient=self.kl.coefficient)
+        if not self.algorithm.surrogate.selects:
+            return self._update("actor", border(batch, *loss.fields), loss)
+        generator = torch.Generator().manual_seed(stream_key(self.run, "selection", self.steps_done))
+        batch = batch.with_tokens(noise=torch.rand(batch.num_tokens, generator=generator))
+        return self._update("actor", border(batch, *loss.fields), loss, select=loss.select)
 
-    def finish(self, batch: PackedBatch) -> None:
-        """Close the step's books."""
-        if self.algorithm.kl.place == "reward":
+    def finish(self, batch: PackedBatch, sampled: PackedBatch) -> None:
+        """Close the step's books on what it learnt from and all that was sampled."""
+        if self.algorithm.kl.place != "none":
             per_response = per_sequence_sum(measure.divergence(batch, self.algorithm.kl), batch)
             self.kl.update(float(per_response.mean()), len(batch))
-        ids = batch.tokens["input_ids"].numpy().tobytes()
+        ids = sampled.tokens["input_ids"].numpy().tobytes()
         self.samples_digest = hashlib.sha256(self.samples_digest.encode() + ids).hexdigest()
-        self.samples_seen += len(batch)
-        self.response_tokens += int(batch.tokens["loss_mask"].sum())
+        self.samples_seen += len(sampled)
+        self.response_tokens += int(sampled.tokens["loss_mask"].sum())
         self.steps_done += 1
 
     def save(self, store: StateStore) -> Path:
@@ -234,10 +272,26 @@ class PPOTrainer:
     def _trained_roles(self) -> list[str]:
         return [role for role in ("actor", "critic") if role in self.groups]
 
+    def _prompts(self, problems: list[Problem]) -> list[list[int]]:
+        distinct = {problem.digest: problem for problem in problems}
+        encoded = {digest: self.encoder.prompt_ids(self.data, p) for digest, p in distinct.items()}
+        return [encoded[problem.digest] for problem in problems]
+
+    def _score(
+        self, problems: list[Problem], responses: list[Response], key: tuple[str | int, ...]
+    ) -> Scores:
+        return self.rewarder.score(
+            problems,
+            [self.encoder.decode(response.token_ids) for response in responses],
+            [response.finished for response in responses],
+            key=stream_key(self.run, *key),
+            room=[self.rollout_config.max_new_tokens - len(response.token_ids) for response in responses],
+        )
+
     def _infer(self, role: str, batch: PackedBatch) -> dict[str, Tensor]:
         return PackedBatch.from_tensordict(self.groups[role].infer(role, border(batch))).tokens
 
-    def _update(self, role: str, batch: Any, loss: Any) -> Mapping[str, tuple[float, float]]:
+    def _update(self, role: str, batch: Any, loss: Any, **select: Any) -> Mapping[str, tuple[float, float]]:
         config = self.algorithm
         return self.groups[role].update(
             role,
@@ -248,12 +302,13 @@ class PPOTrainer:
             shuffle_key=stream_key(self.run, "shuffle", role, self.steps_done) if config.shuffle else None,
             aggregation=config.aggregation,
             max_length=self.rollout_config.max_new_tokens,
+            **select,
         )
 
 
 def actor_starts(algorithm: AlgorithmConfig) -> int:
     """The first step in which the actor learns."""
-    return algorithm.critic_warmup_steps if algorithm.name == "ppo" else 0
+    return algorithm.critic_warmup_steps if algorithm.has_critic else 0
 
 
 def optimizer_steps(algorithm: AlgorithmConfig, role: str) -> int:

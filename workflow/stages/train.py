@@ -67,10 +67,10 @@ def worker_groups(config: Slice, model: Path) -> Iterator[dict[str, WorkerGroup]
 
 
 def role_specs(config: Slice, model: Path) -> list[RoleSpec]:
-    """The roles of the run: an actor; a critic for ppo; a reference when there is a KL penalty. All start from ``model``."""
+    """The roles of the run: an actor; a critic where the estimator has one; a reference when there is a KL penalty. All start from ``model``."""
     algorithm = config.algorithm
     optimizers = {"actor": algorithm.optimizer.at(algorithm.lr)}
-    if algorithm.name == "ppo":
+    if algorithm.has_critic:
         optimizers["critic"] = algorithm.critic_optimizer.at(algorithm.critic_lr)
     if algorithm.kl.place != "none":
         optimizers["reference"] = None
