@@ -9,6 +9,7 @@ from torch import Tensor
 from engines.rollout.base import Response
 from engines.training.batch import PackedBatch
 from workflow.campaign.algorithm import KLConfig
+from workflow.rl.batches import per_sequence_sum
 from workflow.rl.correction import mismatch
 from workflow.rl.kl import kl_estimate
 from workflow.rl.metrics import Stopwatch
@@ -42,8 +43,10 @@ def rollout(batch: PackedBatch) -> dict[str, float]:
 
 
 def before_update(batch: PackedBatch, kl: KLConfig) -> dict[str, float]:
-    """What the batch shows before anything learns from it; nothing when all of it was rejected."""
-    chosen, metrics = batch.tokens["loss_mask"] > 0, {}
+    """What the batch shows before anything learns from it; little when all of it was rejected."""
+    chosen = batch.tokens["loss_mask"] > 0
+    kept = per_sequence_sum(batch.tokens["loss_mask"], batch) > 0
+    metrics = {"rejected": 1 - float(kept.double().mean())}
     if not bool(chosen.any()):
         return metrics
     if "reference_log_probs" in batch.tokens:
