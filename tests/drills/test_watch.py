@@ -124,7 +124,7 @@ def test_a_limit_fills_the_disk_of_the_processes_at_work(tmp_path, driver):
 
 def test_a_disk_of_its_own_is_full_only_for_a_while_and_what_is_there_stays(tmp_path):
     folder = tmp_path / "campaign"
-    with own_disk(folder) as how:
+    with own_disk(Campaign(folder, [])) as how:
         assert how == ("tmpfs" if os.geteuid() == 0 else "limit")
         (folder / "kept").write_text("here")
         if how == "tmpfs":

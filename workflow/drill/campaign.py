@@ -42,6 +42,8 @@ class Campaign:
     profile: str = "profiles/local"
     environment: dict[str, str] = field(default_factory=dict)
     """On top of this process's own."""
+    disk: bool = True
+    """Whether a disk of its own would be seen by all that runs the campaign: not on nodes elsewhere."""
     head: subprocess.Popen | None = None
     starts: int = 0
     """How often the command was run."""
@@ -125,12 +127,12 @@ def _unhurried() -> None:
 
 
 @contextlib.contextmanager
-def own_disk(folder: Path) -> Iterator[str]:
-    """Make ``folder`` a small filesystem of its own where this user may; yields how a full disk is made: ``tmpfs`` or ``limit``."""
+def own_disk(campaign: Campaign) -> Iterator[str]:
+    """Make the folder, on a small filesystem of its own where that may be; yields how a disk is filled: ``tmpfs`` or ``limit``."""
+    folder = campaign.folder
     folder.mkdir(parents=True)
-    mounted = os.geteuid() == 0 and _run(
-        "mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)
-    )
+    mount = ("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder))
+    mounted = campaign.disk and os.geteuid() == 0 and _run(*mount)
     try:
         yield "tmpfs" if mounted else "limit"
     finally:

@@ -10,12 +10,14 @@ from workflow.campaign.plan import Plan, StageSpec
 from workflow.compare import NotComparable, compare, find_pairs
 from workflow.drill.campaign import Campaign
 from workflow.drill.evidence import starts
-from workflow.drill.processes import drivers, working_in
+from workflow.drill.processes import drivers, wait_gone, working_in
 from workflow.manifest import ManifestError, read_manifest, verify
 from workflow.rl.metrics import METRICS_FILE, SFT_CURVE_FILE, read_metrics
 
 CLOCK = 0.05
 """Seconds by which the ends of starts may be noted late."""
+LEAVING = 10.0
+"""Seconds in which what the last head started must be gone."""
 
 
 def problems(campaign: Campaign, reference: Campaign) -> list[str]:
@@ -91,7 +93,7 @@ def _leftovers(campaign: Campaign) -> Iterator[str]:
     """Nothing of what was interrupted is left: no process, no lock, no record of a failure, no half-written state."""
     for driver in drivers(campaign.folder):
         yield f"{driver}: {driver.process} still holds its lock"
-    for process in working_in(campaign.folder):
+    for process in wait_gone(working_in(campaign.folder), LEAVING):
         yield f"{process} is left: {process.command[:100]}"
     for pattern in (
         "store/train/*/.step*",

@@ -17,6 +17,7 @@ from engines.streams import stream_key
 from workflow.drill.campaign import Campaign, DrillError, own_disk
 from workflow.drill.checks import problems
 from workflow.drill.faults import Fault, local_faults
+from workflow.drill.processes import drivers
 from workflow.drill.watch import PHASES, Moment, Watcher
 
 PER_CAMPAIGN = 12
@@ -28,6 +29,9 @@ LONGEST = 1800.0
 """Seconds that an undisturbed command may take."""
 TAKEN = 1 / 2
 """Probability that a phase which is aimed at is hit when it comes: never always the first one after a start."""
+AT_WORK = 3 / 4
+"""Share of the other faults whose time is counted from where a stage is at work again: else a slow machine would see little but
+starting heads."""
 HASTE = -10
 """Niceness of the drill, where it may: to see a save that takes milliseconds on a busy machine."""
 TRIES = 20
@@ -164,7 +168,7 @@ class Drill:
         this = Round()
         self.record.rounds.append(this)
         campaign = self.make(self.output / f"disturbed{number}", self.words)
-        with own_disk(campaign.folder) as self.record.disk, self._ended(campaign):
+        with own_disk(campaign) as self.record.disk, self._ended(campaign):
             with Watcher(campaign.folder) as watcher:
                 begun = time.monotonic()
                 try:
@@ -211,6 +215,9 @@ class Drill:
     def _wait(self, campaign: Campaign, watcher: Watcher, aim: str | None) -> Moment | None:
         """Until the fault is due: a random time, or a random time into the next phase of the kind that is aimed at."""
         if aim is None:
+            if self.draw.random() < AT_WORK:
+                while campaign.running and not drivers(campaign.folder):
+                    watcher.moments(0.2)
             longest = 2 * self.record.reference_seconds / self._share
             end = time.monotonic() + self.draw.uniform(0, longest)
             while campaign.running and time.monotonic() < end:
