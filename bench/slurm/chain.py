@@ -55,7 +55,7 @@ def main() -> None:
     """Measure both, alternating, and write one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--stock-python", required=True, help="an interpreter that has the stock executor too"
+        "--stock-python", type=Path, required=True, help="an interpreter that has the stock executor too"
     )
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("results/bench/slurm.json"))
@@ -67,7 +67,8 @@ def main() -> None:
         os.execvp("unshare", ["unshare", "--mount", "--propagation", "private", *command])
     option, values = FIRST_LOOK
     executors = {"ours": (sys.executable, OURS)} | {
-        f"stock {option} {value}": (args.stock_python, (*STOCK, option, str(value))) for value in values
+        f"stock {option} {value}": (str(args.stock_python.absolute()), (*STOCK, option, str(value)))
+        for value in values
     }
     seconds: dict[str, list[float]] = {name: [] for name in executors}
     print(f"slurmdbd on; the stock executor with {' '.join(STOCK)}", flush=True)
