@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from engines.checkpoint import StateStore
 from engines.config import EngineConfig, LayoutConfig, OptimizerConfig, RolloutConfig
 from engines.rollout.base import Request, SamplingParams
 from engines.streams import stream_key
 from engines.training.batch import PackedBatch
+from engines.training.schedule import Metrics
 from engines.workers.group import WorkerGroup
 from engines.workers.spec import RoleSpec
 from workflow.campaign.schema import AlgorithmConfig
@@ -25,11 +28,12 @@ PROMPTS = [[3 + i] * (2 + i % 5) for i in range(6) for _ in range(4)]
 PARAMS = SamplingParams(temperature=TEMPERATURE, max_new_tokens=20)
 
 
-def specs(model: Path, ranks: int = 1, backend: str = "fsdp2") -> list[RoleSpec]:
-    """Actor and critic with one placement."""
-    engine = EngineConfig(
-        backend=backend, device="cpu", layout=LayoutConfig(data_parallel_size=ranks), token_budget=200
-    )
+def specs(
+    model: Path, ranks: int = 1, backend: str = "fsdp2", layout: LayoutConfig | None = None
+) -> list[RoleSpec]:
+    """Actor and critic with one placement: data-parallel ranks, unless a layout is given."""
+    layout = layout or LayoutConfig(data_parallel_size=ranks)
+    engine = EngineConfig(backend=backend, device="cpu", layout=layout, token_budget=200)
     optimizer = OptimizerConfig(lr=1e-3)
     return [
         RoleSpec("actor", "language_model", engine, model, optimizer, 10, TEMPERATURE),
@@ -84,6 +88,26 @@ def iterate(group: WorkerGroup, steps: int = 2) -> list[dict[str, Any]]:
 def add_rollout(group: WorkerGroup, model: Path) -> None:
     """One replica per rank."""
     group.add_rollout(RolloutConfig(compact_every=4), model)
+
+
+def compare_metrics(ours: Metrics, theirs: Metrics) -> None:
+    """To the rounding of two steps."""
+    assert ours.keys() == theirs.keys()
+    for name in ours.keys() - {"tokens_per_second"}:
+        (total, count), (expected, expected_count) = ours[name], theirs[name]
+        assert total / count == pytest.approx(expected / expected_count, rel=1e-4, abs=1e-5), name
+
+
+def check_state_moves_to_one_rank(group: WorkerGroup, alone: WorkerGroup, folder: Path) -> None:
+    """What several ranks save, one rank loads, and both go on alike."""
+    store = StateStore(folder)
+    begun = store.begin(2)
+    state = store.commit(2, {}, {role: group.save(role, begun / role) for role in ("actor", "critic")})
+    for role in ("actor", "critic"):
+        alone.load(role, state)
+    for ours, theirs in zip(iterate(group, steps=1), iterate(alone, steps=1), strict=True):
+        for role in ("actor", "critic"):
+            compare_metrics(ours[role], theirs[role])
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import pytest
 import ray
 import torch
 
-from engines.checkpoint import StateStore
 from engines.training.batch import PackedBatch
 from engines.workers.group import WorkerError, build_groups
 from engines.workers.ray_group import RayGroup
@@ -62,8 +61,8 @@ def test_two_ranks_learn_what_one_rank_learns(groups, model, tmp_path):
             for name, values in theirs["outputs"].items():
                 assert torch.allclose(ours["outputs"][name], values, atol=2e-5), name
             for role in ("actor", "critic"):
-                compare_metrics(ours[role], theirs[role])
-        check_state_moves_to_one_rank(group, alone, tmp_path)
+                scenario.compare_metrics(ours[role], theirs[role])
+        scenario.check_state_moves_to_one_rank(group, alone, tmp_path)
 
 
 def test_every_rank_has_a_device_of_its_own_and_planning_knows_how_many(groups):
@@ -76,25 +75,6 @@ def test_every_rank_has_a_device_of_its_own_and_planning_knows_how_many(groups):
     assert devices == ["0", "1", "2"]
     engines = {spec.name: spec.engine for group in distinct for spec in group.specs.values()}
     assert total_ranks(engines) == len(devices)
-
-
-def compare_metrics(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name in ours.keys() - {"tokens_per_second"}:
-        (total, count), (expected, expected_count) = ours[name], theirs[name]
-        assert total / count == pytest.approx(expected / expected_count, rel=1e-4, abs=1e-5), name
-
-
-def check_state_moves_to_one_rank(group, alone, folder):
-    """What two ranks save, one rank loads, and both go on alike."""
-    store = StateStore(folder)
-    begun = store.begin(2)
-    state = store.commit(2, {}, {role: group.save(role, begun / role) for role in ("actor", "critic")})
-    for role in ("actor", "critic"):
-        alone.load(role, state)
-    for ours, theirs in zip(scenario.iterate(group, steps=1), scenario.iterate(alone, steps=1), strict=True):
-        for role in ("actor", "critic"):
-            compare_metrics(ours[role], theirs[role])
 
 
 def test_fewer_sequences_than_ranks(groups):
