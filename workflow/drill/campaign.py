@@ -22,8 +22,8 @@ DISK_BYTES = 512 * 1024 * 1024
 """Of the small filesystem that can be filled."""
 LEFT_BYTES = 8 * 1024
 """On it when it is full: enough for a line of a log, not for a state."""
-
-
+NICENESS = os.getpriority(os.PRIO_PROCESS, 0)
+"""Of this process, as it was started."""
 FILLS = 3
 """Goes at it, while others write."""
 
@@ -51,12 +51,8 @@ class Campaign:
     def start(self) -> None:
         """Run the command, which goes on where the last one ended."""
         self.starts += 1
-        root = source_root()
-        command = [sys.executable, "-m", "snakemake", "--profile", str(root / self.profile)]
-        command += ["--snakefile", str(root / "Snakefile"), "--quiet", "rules", "--config", *self.words]
-        variables = (
-            os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(Path.cwd())])} | self.environment
-        )
+        paths = os.pathsep.join([str(source_root()), str(Path.cwd())])
+        variables = os.environ | {"PYTHONPATH": paths} | self.environment
         with self.output.open("a", encoding="utf-8") as out:
             out.write(f"== start {self.starts}\n")
             out.flush()
@@ -122,8 +118,8 @@ class Campaign:
 
 
 def _unhurried() -> None:
-    """The campaign is no more urgent than any other, though the drill may be."""
-    os.setpriority(os.PRIO_PROCESS, 0, 0)
+    """The campaign is no more urgent than what started the drill, though the drill itself may be."""
+    os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
 
 
 @contextlib.contextmanager
