@@ -81,6 +81,7 @@ format: $(VENV)/.full ## let the formatters rewrite
 bench: $(VENV)/.full $(VENV)-trl/.done ## speed and memory, written to results/bench/*.json
 	@echo "== planning";    $(BIN)/python -m bench.plan
 	@echo "== update";      $(BIN)/python -m bench.update
+	@echo "== batches";     $(BIN)/python -m bench.batches
 	@echo "== GRPO beside TRL"; $(BIN)/python -m bench.grpo --trl-python $(VENV)-trl/bin/python
 	@echo "== growth";      $(BIN)/python -m bench.growth
 
