@@ -16,6 +16,8 @@ SET ?=
 KILLS ?= 60
 PROFILE ?= profiles/local
 OVERRIDES := $(strip $(if $(ENGINE),engine=$(ENGINE)) $(SET))
+# The demo on Megatron has layouts of its own.
+ON_MEGATRON := $(and $(filter megatron,$(ENGINE)),$(filter demo,$(CAMPAIGN)))
 # What the named engine needs on top of the light environment.
 NEEDED := $(if $(findstring megatron,$(OVERRIDES) $(CAMPAIGN)),$(VENV)/.megatron)
 SNAKEMAKE = $(BIN)/snakemake --profile $(PROFILE) --quiet rules --config
@@ -30,8 +32,9 @@ help: ## what there is
 	@echo "  variables: SEED=$(SEED) CONTROLS=$(CONTROLS) ENGINE=fsdp|fsdp2|megatron SET='key=value ...' CAMPAIGN=$(CAMPAIGN) KILLS=$(KILLS)"
 
 demo: $(VENV)/.light $(NEEDED) ## the main job: SFT, then PPO and GRPO in segments, evaluation, export, report
-	@echo "== campaign $(CAMPAIGN), seed $(SEED)"
-	$(SNAKEMAKE) campaign=$(CAMPAIGN) seed=$(SEED) controls=$(CONTROLS) $(if $(OVERRIDES),set='$(OVERRIDES)')
+	@echo "== campaign $(CAMPAIGN)$(if $(ON_MEGATRON),-megatron), seed $(SEED)"
+	$(SNAKEMAKE) campaign=$(CAMPAIGN)$(if $(ON_MEGATRON),-megatron) seed=$(SEED) controls=$(CONTROLS) \
+	  $(if $(ON_MEGATRON),$(if $(SET),set='$(SET)'),$(if $(OVERRIDES),set='$(OVERRIDES)'))
 
 demo-smollm2: $(VENV)/.smollm2 $(NEEDED) ## the same chain for SmolLM2-135M-Instruct, two short GRPO iterations
 	@echo "== campaign demo-smollm2, seed $(SEED)"
