@@ -7,11 +7,20 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from engines.training.scope import PARTS
 from tests.conformance.check_numbers import GRADIENT, UNCLIPPED, check_inference, check_training
 from tests.conformance.check_states import check_export, check_resume
 from tests.conformance.data import make_sequences
 from tests.conformance.layouts import END, PAGE, START
-from tests.conformance.subject import MEGATRON_LAYOUTS, Subject, first_gradient, require_close_tensors, share
+from tests.conformance.subject import (
+    MEGATRON_LAYOUTS,
+    Subject,
+    exported,
+    first_gradient,
+    require_close_tensors,
+    require_equal_tensors,
+    share,
+)
 from tests.conformance.table import CASES, TABLE
 from tests.support.models import VOCAB_SIZE
 from tests.support.ranks import RankFailed
@@ -95,6 +104,32 @@ def test_states_reshard(source: str, target: str, family: str) -> None:
 def test_states_move_between_fsdp2_and_megatron() -> None:
     fsdp = Subject("language_model", "fsdp2", layout="world 2")
     check_resume(fsdp, language_model("TP2"), family="qwen3")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["DP2+DO", "PP2"])
+def test_what_was_parked_trains_on_as_if_it_had_stayed(layout: str, dtype: str) -> None:
+    subject = language_model(layout)
+    for waiting, parked, plain in subject.run(_parked, subject.model(), dtype):
+        assert waiting == 0
+        require_equal_tensors("parameter", parked, plain)
+
+
+def _parked(subject: Subject, model: Path, dtype: str) -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
+    first, second = subject.engine(model, dtype=dtype), subject.engine(model, dtype=dtype)
+    sequences = make_sequences(0, VOCAB_SIZE)
+    for engine in (first, second):
+        with engine.train_mode():
+            engine.train_batch(share(engine, sequences), subject.loss)
+    for part in PARTS:
+        first.park(part)
+    waiting = sum(tensor.untyped_storage().nbytes() for part in PARTS for tensor in first._tensors_of(part))
+    for part in PARTS:
+        first.bring_back(part)
+    for engine in (first, second):
+        with engine.train_mode():
+            engine.train_batch(share(engine, sequences), subject.loss)
+    return waiting, dict(exported(first)), dict(exported(second))
 
 
 def test_a_process_keeps_the_layout_that_it_joined() -> None:

@@ -172,9 +172,17 @@ class MegatronEngine(BaseEngine):
             return  # host memory is the device's memory
         for part, wanted in (("model", model), ("optimizer", optimizer), ("grad", grad)):
             if wanted and device.type == "cpu":
-                self.waiting[part] = Parked(self._tensors_of(part))
-            elif wanted and part in self.waiting:
-                self.waiting.pop(part).bring_back()
+                self.park(part)
+            elif wanted:
+                self.bring_back(part)
+
+    def park(self, part: str) -> None:
+        """Empty the storages of "model", "optimizer" or "grad" on the device; their content waits in host memory."""
+        self.waiting[part] = Parked(self._tensors_of(part))
+
+    def bring_back(self, part: str) -> None:
+        """Refill what ``park`` emptied."""
+        self.waiting.pop(part).bring_back()
 
     def _tensors_of(self, part: str) -> list[Tensor]:
         parameters = list(self.module.parameters())
