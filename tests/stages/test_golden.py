@@ -19,6 +19,7 @@ import yaml
 from safetensors.torch import load_file
 
 from engines.checkpoint import read_state
+from engines.dist_checkpoint import DistCheckpoint
 from tests.support.jobs import ROOT, finish
 from workflow.campaign.build import make_plan
 from workflow.campaign.plan import Plan, StageSpec, write_plan
@@ -26,6 +27,7 @@ from workflow.campaign.schema import CampaignOptions
 from workflow.campaign.stages import STAGES
 from workflow.manifest import read_manifest
 from workflow.rl.metrics import METRICS_FILE, SFT_CURVE_FILE, read_metrics
+from workflow.stages.conversion_record import RELEASE
 
 GOLDEN = Path(__file__).with_name("golden.json")
 LEFT_OUT = ("seconds", "per_second", "clip_fraction")
@@ -55,7 +57,12 @@ CAMPAIGN = {
     ],
     "runs": {
         "ppo": ["algorithm=ppo", "algorithm.kl.place=reward"],
-        "grpo": ["algorithm=grpo", "algorithm.kl.place=loss", "algorithm.entropy_coefficient=0.01"],
+        "grpo": [
+            "algorithm=grpo",
+            "algorithm.kl.place=loss",
+            "algorithm.entropy_coefficient=0.01",
+            "conversion.megatron=true",
+        ],
     },
 }
 
@@ -97,6 +104,11 @@ def _numbers(folder: Path, spec: StageSpec) -> dict[str, Any]:
     if spec.stage == "train":
         numbers["trainer"] = {
             key: value for key, value in read_state(output)["trainer"].items() if key not in ("run", "cursor")
+        }
+    if spec.stage == "megatron":
+        checkpoint = DistCheckpoint(output / "megatron" / RELEASE)
+        numbers["tensors"] = {
+            key: float(checkpoint.read(key).double().norm()) for key in sorted(checkpoint.tensors)
         }
     if spec.stage == "evaluate":
         numbers["result"] = read_manifest(output / "manifest.json").metrics

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engines import catalog
 from engines.config import ConfigError, EngineConfig
 from engines.model_folder import ModelFolderError
 from engines.workers.spec import total_ranks
@@ -20,7 +21,7 @@ from workflow.campaign.plan import InputRef, Plan, RunPlan, StageSpec
 from workflow.campaign.relevance import check_relevant
 from workflow.campaign.schema import CampaignOptions, RunConfig
 from workflow.campaign.segments import Cutter, read_cuts
-from workflow.campaign.stages import CONVERT, EVALUATE, EXPORT, SFT, TRAIN, Stage
+from workflow.campaign.stages import CONVERT, EVALUATE, EXPORT, MEGATRON, SFT, TRAIN, Stage
 from workflow.manifest import Device
 
 STORE = "results/store"
@@ -94,6 +95,8 @@ def _resolve(name: str, words: RunOverrides, configs: Path) -> PlannedRun:
     try:
         model = read_model(config.model)
         config, devices = _place_engines(config, model)
+        if config.conversion.megatron and (reason := catalog.MEGATRON.refuse_model(model.config)):
+            raise ConfigError(f"conversion.megatron=True: {model.source}: {reason}")
     except (ConfigError, ModelFolderError) as error:
         raise ConfigError(f"run {name!r}: {error}") from None
     return PlannedRun(name, config, tuple(words.all()), model, devices)
@@ -186,11 +189,16 @@ class _Builder:
             "after": (evaluations[-1], None),
         }
         export = self._add(EXPORT, run, slug, sources, bytes=weights)
-        return {
+        stages: dict[str, str | list[str]] = {
             TRAIN.name: train.id,
             EVALUATE.name: [before.id, *(spec.id for spec in evaluations)],
             EXPORT.name: export.id,
         }
+        if run.config.conversion.megatron:
+            stages[MEGATRON.name] = self._add(
+                MEGATRON, run, slug, {"model": (export, None)}, bytes=weights
+            ).id
+        return stages
 
     def _cut(self, train: StageSpec, run: PlannedRun) -> StageSpec:
         """Decide where a training is cut, and with it how much it will write."""
@@ -258,9 +266,17 @@ def _prepare(stage: Stage, run: PlannedRun, plain: dict[str, Any]) -> tuple[Cont
         "world_size": total_ranks(engines) if in_groups else 1,
         "backends": {"rollout": config.rollout.backend} if stage is EVALUATE else backends,
         "dtype": largest.dtype,
-        "threads": config.site.devices[config.site.key_of(device)].threads_per_rank if engines else 1,
+        "threads": _threads(stage, run, device),
     }
     return Content.of(stage, cut(plain, reads)), fields
+
+
+def _threads(stage: Stage, run: PlannedRun, device: Device) -> int:
+    """CPU threads of each rank; a conversion's processes are the threads of its one rank."""
+    if stage is MEGATRON:
+        return run.config.conversion.ranks
+    site = run.config.site
+    return site.devices[site.key_of(device)].threads_per_rank if _engines(stage, run) else 1
 
 
 def _engines(stage: Stage, run: PlannedRun) -> dict[str, EngineConfig]:

@@ -192,6 +192,17 @@ class ExportConfig(Config):
     """Largest safetensors file; above it there are several, with an index."""
 
 
+class ConversionConfig(Config):
+    """Megatron's distributed checkpoint of the final model, beside the Hugging Face folder."""
+
+    megatron: bool = False
+    """Whether it is made."""
+    ranks: int = Field(1, ge=1)
+    """Processes that share the work; the result does not depend on it."""
+    full_logits: int = Field(4_000_000_000, ge=0)
+    """Parameters above which logits are compared on the first and last layers only."""
+
+
 class TrackingConfig(Config):
     """Where metrics go besides the manifest and the report."""
 
@@ -239,6 +250,8 @@ class RunConfig(Config):
     """Held-out evaluation."""
     export: ExportConfig = ExportConfig()
     """Final model."""
+    conversion: ConversionConfig = ConversionConfig()
+    """Final model for Megatron."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Training states."""
     tracking: TrackingConfig = TrackingConfig()

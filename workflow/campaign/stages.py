@@ -64,6 +64,7 @@ EVALUATE = Stage(
     roles=("engine",),
 )
 EXPORT = Stage("export", version=1, reads=("export", "model.name", "data.name", "algorithm.name"))
+MEGATRON = Stage("megatron", version=1, reads=(), settings=("conversion",))
 
-STAGES = {stage.name: stage for stage in (CONVERT, SFT, TRAIN, EVALUATE, EXPORT)}
+STAGES = {stage.name: stage for stage in (CONVERT, SFT, TRAIN, EVALUATE, EXPORT, MEGATRON)}
 """Every stage that publishes a manifest, in the order of a run."""

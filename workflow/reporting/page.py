@@ -16,7 +16,7 @@ from workflow.reporting.model_card import percent
 
 COLOURS = 8
 """Of runs in the style sheet."""
-STAGES = ("convert", "sft", "train", "evaluate", "export")
+STAGES = ("convert", "sft", "train", "evaluate", "export", "megatron")
 PARTS = ("rollout", "reward", "old_log_probs", "reference", "values", "critic", "actor", "sync")
 
 

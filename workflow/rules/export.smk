@@ -10,3 +10,18 @@ rule export:
         device=device_of("export"),
     shell:
         stage_command("export")
+
+
+# The same model as Megatron's distributed checkpoint (conversion.megatron=true).
+rule megatron:
+    input:
+        unpack(inputs_of("megatron")),
+    output:
+        manifest=f"{STORE}/megatron/{{id}}/manifest.json",
+    log:
+        f"{STORE}/megatron/{{id}}/log.txt",
+    threads: cores_of("megatron")
+    resources:
+        device=device_of("megatron"),
+    shell:
+        stage_command("megatron")

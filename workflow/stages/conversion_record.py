@@ -12,10 +12,11 @@ from pydantic import Field
 
 from engines.config import Config, ConfigError, parse
 from engines.model_folder import ModelFolderError
+from workflow.campaign.stages import MEGATRON
 from workflow.manifest import FileRecord, canonical_json, compare_files, write_json
 
 RECORD = "conversion.json"
-VERSION = 1
+VERSION = MEGATRON.version
 """Raised whenever the same source would be converted into other bytes."""
 Format = Literal["megatron", "hf"]
 

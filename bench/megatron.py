@@ -1,0 +1,108 @@
+"""What converting a model to Megatron's distributed checkpoint and back costs, beside copying its weights.
+
+The model: a dense Qwen3 of 0.5 GB with random float32 weights. Three things on one rank, each read, written and made durable in the same
+run, the best of three:
+
+- copy: safetensors' own ``load_file`` and ``save_file`` of the same weights;
+- to_megatron, to_hf: the conversion, without imports and without verification.
+
+``ratio_to_copy`` = GB/s of the conversion / GB/s of the copy. Beside it: the time of the verification, and the most memory that a rank
+took above what the framework takes, in parts of the weights.
+
+    python -m bench.megatron --output results/bench/megatron.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from engines.checkpoint.store import make_durable
+from workflow.data.tokenizer import save_tokenizer, train_tokenizer
+from workflow.stages.conversion import Measured, convert_checkpoint
+
+REPEATS = 3
+
+
+def main() -> None:
+    """Measure, and put ``conversion`` into one JSON file, beside what else is in it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("results/bench/megatron.json"))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        result = conversion(Path(folder))
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    known = json.loads(args.output.read_text(encoding="utf-8")) if args.output.exists() else {}
+    args.output.write_text(json.dumps(known | {"conversion": result}, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(result, indent=2))
+
+
+def conversion(folder: Path) -> dict[str, Any]:
+    """Copy and convert a model in ``folder``, in turn."""
+    source = build_model(folder / "source")
+    copies, there, back = [], [], []
+    for _ in range(REPEATS):
+        copies.append(copy_seconds(source / "model.safetensors", folder / "copy.safetensors"))
+        for name in ("megatron", "hf"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        there.append(convert_checkpoint(source, folder / "megatron", "megatron")[1])
+        back.append(convert_checkpoint(folder / "megatron", folder / "hf", "hf")[1])
+    gigabytes = there[0].bytes / 1e9
+    rate = gigabytes / min(copies)
+    return {
+        "gigabytes": round(gigabytes, 3),
+        "copy_gb_per_second": round(rate, 3),
+        "to_megatron": _told(there, rate),
+        "to_hf": _told(back, rate),
+    }
+
+
+def build_model(folder: Path) -> Path:
+    """A random model with a tokenizer."""
+    config = Qwen3Config(
+        vocab_size=32_000,
+        hidden_size=768,
+        intermediate_size=3_072,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    save_tokenizer(train_tokenizer(["0 1 2 3"] * 9, 100), folder)
+    return folder
+
+
+def copy_seconds(source: Path, target: Path) -> float:
+    """Seconds of reading all weights and writing them again."""
+    begun = time.perf_counter()
+    save_file(load_file(source), target)
+    make_durable(target)
+    return time.perf_counter() - begun
+
+
+def _told(runs: list[Measured], copy_rate: float) -> dict[str, float]:
+    best = min(runs, key=lambda run: run.convert_seconds)
+    rate = best.bytes / 1e9 / best.convert_seconds
+    return {
+        "gb_per_second": round(rate, 3),
+        "ratio_to_copy": round(rate / copy_rate, 3),
+        "verify_seconds": round(min(run.verify_seconds for run in runs), 2),
+        "convert_peak_of_weights": round(best.convert_peak_bytes / best.bytes, 3),
+        "verify_peak_of_weights": round(max(run.verify_peak_bytes for run in runs) / best.bytes, 3),
+    }
+
+
+if __name__ == "__main__":
+    main()
