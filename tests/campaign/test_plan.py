@@ -231,11 +231,23 @@ def test_stages_are_found_by_id_and_by_folder():
 
 
 def test_every_input_of_a_stage_is_published_by_a_stage_of_the_plan():
-    plan = plan_of(campaign="demo", controls=True)
+    plan = plan_of(campaign="demo", controls=True, set="conversion.megatron=true")
     published = {spec.manifest(step) for spec in plan.stages.values() for step in spec.cuts or [None]}
     wanted = {plan.input_manifest(ref) for spec in plan.stages.values() for ref in spec.inputs.values()}
     assert wanted <= published
     assert {spec.stage for spec in plan.stages.values()} == set(STAGES)
+
+
+def test_a_conversion_is_shared_and_depends_on_no_ranks():
+    one, two = (plan_of(set=f"conversion.megatron=true conversion.ranks={ranks}") for ranks in (1, 2))
+    ids = [[spec.id for spec in plan.stages.values() if spec.stage == "megatron"] for plan in (one, two)]
+    assert ids[0] == ids[1]
+    assert len(ids[0]) == len(one.runs)
+    assert {spec.threads for spec in two.stages.values() if spec.stage == "megatron"} == {2}
+    with pytest.raises(ConfigError, match="conversion.ranks: has no effect, conversion.megatron=false"):
+        plan_of(set="conversion.ranks=2")
+    with pytest.raises(ConfigError, match="conversion.megatron=True: .*attention_bias=True"):
+        plan_of(set="conversion.megatron=true model.architecture.attention_bias=true")
 
 
 def test_a_snapshot_has_the_digest_of_its_source_and_is_mended(tmp_path):
