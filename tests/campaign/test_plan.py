@@ -244,9 +244,9 @@ def test_a_conversion_is_shared_and_depends_on_no_ranks():
     assert ids[0] == ids[1]
     assert len(ids[0]) == len(one.runs)
     assert {spec.threads for spec in two.stages.values() if spec.stage == "megatron"} == {2}
-    with pytest.raises(ConfigError, match="conversion.ranks: has no effect, conversion.megatron=false"):
+    with pytest.raises(ConfigError, match=r"conversion\.ranks: has no effect, conversion\.megatron=false"):
         plan_of(set="conversion.ranks=2")
-    with pytest.raises(ConfigError, match="conversion.megatron=True: .*attention_bias=True"):
+    with pytest.raises(ConfigError, match=r"conversion\.megatron=True: .*attention_bias=True"):
         plan_of(set="conversion.megatron=true model.architecture.attention_bias=true")
 
 

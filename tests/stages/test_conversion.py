@@ -3,7 +3,10 @@
 import json
 import pickle
 import queue
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from tests.support.ranks import run_ranks
 from workflow.campaign.schema import ModelConfig
 from workflow.data.tokenizer import save_tokenizer, train_tokenizer
 from workflow.manifest import describe_files
-from workflow.stages import conversion
+from workflow.stages import conversion, conversion_command
 from workflow.stages.conversion import RELEASE, convert_checkpoint
 from workflow.stages.conversion_record import RECORD, read_record, write_record
 from workflow.stages.convert import convert
@@ -356,6 +359,48 @@ def test_a_wrong_byte_is_not_published(source: Path, tmp_path: Path, monkeypatch
         ModelMismatch,
         "1 tensors differ after a round trip: model.norm",
     )
+
+
+# --- the command ---
+
+
+def test_the_command_prints_the_record(source: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "workflow.cli",
+        "convert",
+        str(source),
+        str(tmp_path / "megatron"),
+        "--to",
+        "megatron",
+    ]
+    done = subprocess.run([*command, "--ranks", "2"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == read_record(tmp_path / "megatron").verified
+    assert "converted 0.00 GB" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: truncate(f / "model.safetensors"), "refused: .*model.safetensors: truncated"),
+        (lambda f: change_config(f, model_type="gpt2"), "refused: .*'gpt2' is not served"),
+    ],
+)
+def test_the_command_refuses_in_one_line(
+    source: Path, tmp_path: Path, damage: Callable, message: str, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    folder = shutil.copytree(source, tmp_path / "bad")
+    damage(folder)
+    words = ["--to", "megatron", "--ranks", "1", "--max-shard-size", "5GB", "--full-logits", "1"]
+    monkeypatch.setattr(sys, "argv", ["convert", str(folder), str(tmp_path / "target"), *words])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert conversion_command.main() == 1
+    out, err = capfd.readouterr()
+    assert not out
+    assert re.search(message, err)
+    assert not (tmp_path / "target").exists()
 
 
 # --- real weights ---

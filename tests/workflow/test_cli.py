@@ -53,6 +53,12 @@ def test_plan_refuses_with_the_reason():
     assert "did you mean 'fsdp'" in output
 
 
+def test_convert_names_its_formats(tmp_path):
+    code, output = baton("convert", str(tmp_path), str(tmp_path / "target"), "--to", "pickle")
+    assert code == 1
+    assert "--to pickle: must be megatron or hf" in output
+
+
 @pytest.fixture
 def campaign(tmp_path):
     """A run that consists of two results."""
