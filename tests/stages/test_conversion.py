@@ -27,8 +27,8 @@ from workflow.campaign.schema import ModelConfig
 from workflow.data.tokenizer import save_tokenizer, train_tokenizer
 from workflow.manifest import describe_files
 from workflow.stages import conversion, conversion_command
-from workflow.stages.conversion import RELEASE, convert_checkpoint
-from workflow.stages.conversion_record import RECORD, read_record, write_record
+from workflow.stages.conversion import convert_checkpoint
+from workflow.stages.conversion_record import RECORD, RELEASE, read_record, write_record
 from workflow.stages.convert import convert
 from workflow.stages.model_check import ModelMismatch, load_model, load_tokenizer
 

@@ -38,6 +38,8 @@ from engines.training.megatron.model import read_config
 from workflow.manifest import MANIFEST, check_files, describe_files, read_manifest
 from workflow.stages.conversion_record import (
     RECORD,
+    RELEASE,
+    TRACKER,
     VERSION,
     ConversionRecord,
     Format,
@@ -49,9 +51,6 @@ from workflow.stages.model_check import PROBE_TOKENS, ModelMismatch, check_logit
 from workflow.stages.provenance import package_versions
 from workflow.stages.share import share
 
-RELEASE = "release"
-"""Where Megatron looks for a checkpoint that is no step of a training."""
-TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = {"checkpoint_version": 3.0, "iteration": 0}
 """What Megatron-LM asks of a checkpoint beside its tensors."""
 TOLERANCE = 1e-5

@@ -16,6 +16,10 @@ from workflow.campaign.stages import MEGATRON
 from workflow.manifest import FileRecord, canonical_json, compare_files, write_json
 
 RECORD = "conversion.json"
+RELEASE = "release"
+"""Folder in which Megatron looks for a checkpoint that is no step of a training."""
+TRACKER = "latest_checkpointed_iteration.txt"
+"""File in which Megatron finds the name of that folder."""
 VERSION = MEGATRON.version
 """Raised whenever the same source would be converted into other bytes."""
 Format = Literal["megatron", "hf"]
