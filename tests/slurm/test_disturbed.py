@@ -170,9 +170,9 @@ def test_without_sacct_and_over_restarts_of_the_controller(undisturbed, half):
 
 def test_a_busy_controller_that_takes_a_job_late_has_taken_it_once(undisturbed, half):
     """sbatch gives up and so does its head, killed in the middle; the controller works off what it was asked for all the same."""
-    head = half.start()
     half.cluster.signal_daemon("slurmctld", signal.SIGSTOP)
     try:
+        head = half.start()
         lock = JobFolder(half.folder / "results", "train", half.train.id, 6).submit_lock
         half.until(head, "sbatch", lambda: is_held(lock))
         head.kill()
