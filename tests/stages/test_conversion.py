@@ -381,6 +381,29 @@ def test_the_command_prints_the_record(source: Path, tmp_path: Path) -> None:
     assert "converted 0.00 GB" in done.stderr
 
 
+def test_the_command_says_what_to_install(source: Path, tmp_path: Path) -> None:
+    words = [
+        str(source),
+        str(tmp_path / "target"),
+        "--to",
+        "megatron",
+        "--ranks",
+        "1",
+        "--max-shard-size",
+        "5GB",
+    ]
+    program = (
+        "import sys; sys.modules['megatron'] = None\n"
+        f"sys.argv[1:] = {[*words, '--full-logits', '1']!r}\n"
+        "from workflow.stages.conversion_command import main; sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "lacks megatron" in done.stderr
+    assert "-r env/megatron.txt" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

@@ -36,6 +36,13 @@ def main() -> int:
         return _convert(options, console)
     except (ModelFolderError, ManifestError, ValueError) as error:
         console.print(f"[red]refused:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+    except ImportError as error:
+        console.print(
+            f"[red]refused:[/] this environment lacks {escape(str(error.name))}: conversion needs env/cpu.txt and, on top of it, "
+            "pip install --no-deps --ignore-requires-python -r env/megatron.txt",
+            highlight=False,
+            soft_wrap=True,
+        )
     except (RuntimeError, OSError) as error:
         console.print(
             f"[red]failed:[/] {type(error).__name__}: {escape(str(error))}", highlight=False, soft_wrap=True

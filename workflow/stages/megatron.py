@@ -20,7 +20,8 @@ def main(context: StageContext) -> StageResult:
     config = context.config.conversion
     torch.set_num_threads(1)  # before the ranks are forked: a pool of threads does not survive that
     source, target = context.input_path("model") / "export", context.folder / "megatron"
-    shutil.rmtree(target, ignore_errors=True)
+    for left in (target, *context.folder.glob(f".{target.name}.*")):  # of a start that was killed
+        shutil.rmtree(left, ignore_errors=True)
     layers = json.loads((source / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
     with context.progress("megatron", 2 * (layers + 1)) as bar:  # each block is converted, then compared
         record, measured = convert_checkpoint(
