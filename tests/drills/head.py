@@ -43,12 +43,12 @@ def optimizer_is_not_restored() -> None:
     PPOTrainer.load = broken
 
 
-def last_step_is_done_again() -> None:
-    """Training forgets that it has done the last step."""
+def data_begin_anew() -> None:
+    """Training goes on with the first problems of the first epoch."""
     load = PPOTrainer.load_state
 
     def broken(self: PPOTrainer, state: dict) -> None:
-        load(self, state | {"steps_done": state["steps_done"] - 1})
+        load(self, state | {"cursor": {"epoch": 0, "position": 0}})
 
     PPOTrainer.load_state = broken
 

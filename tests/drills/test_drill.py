@@ -81,7 +81,7 @@ def test_what_goes_on_as_it_should_passes(tmp_path):
     ("defect", "told"),
     [
         ("optimizer_is_not_restored", "train micro-qwen3-sorting-grpo step 6: optimizer different"),
-        ("last_step_is_done_again", "train micro-qwen3-sorting-grpo step 6: samples different"),
+        ("data_begin_anew", "train micro-qwen3-sorting-grpo step 6: samples different"),
     ],
 )
 def test_a_planted_defect_is_found(tmp_path, defect, told):
@@ -108,7 +108,7 @@ def test_twelve_faults_change_nothing(tmp_path):
     assert found["passed"]
     assert len(counted) >= 12
     assert sum(strike["during"] is not None for strike in counted) >= 3
-    assert len({strike["kind"] for strike in counted}) >= 8, Counter(strike["kind"] for strike in counted)
+    assert len({strike["kind"] for strike in counted}) >= 6, Counter(strike["kind"] for strike in counted)
     page = (tmp_path / "drill" / "drill.md").read_text()
     assert page.startswith("# Drill: nothing differs")
     assert page.count("\n| ") > 12

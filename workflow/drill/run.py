@@ -34,8 +34,8 @@ AT_WORK = 3 / 4
 starting heads."""
 HASTE = -10
 """Niceness of the drill, where it may: to see a save that takes milliseconds on a busy machine."""
-TRIES = 20
-"""Draws per fault that has hit something."""
+TRIES = 10
+"""Campaigns, besides one for each fault, after which too few have hit something and the drill ends."""
 
 
 @dataclass
@@ -140,7 +140,7 @@ class Drill:
         with contextlib.suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, 0, HASTE)
         reference = self._reference()
-        while not self.record.enough and len(self.record.strikes) < TRIES * self.kills:
+        while not self.record.enough and len(self.record.rounds) < TRIES + self.kills:
             self._round(reference)
             if self.record.rounds[-1].problems:
                 break  # what is different is kept to be looked at
