@@ -92,9 +92,7 @@ class ChunkFile:
     def append(self, key: str, tensor: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> None:
         """Write ``tensor``, which is the region of ``key`` at ``offsets``; ``shape`` is that of the whole."""
         start = self._file.tell()
-        tensor = tensor.detach().contiguous()
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()  # a view would take its whole storage along
+        tensor = _alone(tensor.detach().contiguous())
         with _no_checksums():
             torch.save(tensor, self._file)
         length = self._file.tell() - start
@@ -218,6 +216,12 @@ class DistCheckpoint:
         ):
             raise DistCheckpointError(f"{path}: the chunk of {chunk.key} is not what the index says")
         return tensor
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory with a storage of its own: a view would take its whole storage into the file."""
+    data = torch.from_numpy(tensor.reshape(-1).view(torch.uint8).numpy())
+    return data.view(tensor.dtype).reshape(tensor.shape)
 
 
 @contextlib.contextmanager
