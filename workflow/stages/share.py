@@ -19,6 +19,8 @@ Prepared = TypeVar("Prepared")
 Result = TypeVar("Result")
 
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT_BYTES = 1 << 25
 _prepared: Any = None
 
 
@@ -57,8 +59,14 @@ def share(
 
 
 def _enter() -> None:
-    """In the new process: end with the parent, and leave signals to it."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """In the new process: end with the parent, and leave signals to it.
+
+    Memory of one block serves the next: to take it from the system anew costs as much as what is done with it.
+    """
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for setting in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+        libc.mallopt(setting, _KEPT_BYTES)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
