@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from engines.ascend import cann_problem
 from engines.limits import FSDPLimits, Limits, MegatronLimits
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,8 @@ class Entry:
     """None: planning does not know them, and the engine refuses by itself."""
     on_top: str = ""
     """File in env/ with what it needs on top of the environment."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of distributions that it needs in one version: how that begins, up to a dot or the end."""
 
     def served(self) -> list[tuple[str, str, str]]:
         """(model_type, backend, device) of every engine in the module."""
@@ -70,6 +74,14 @@ MEGATRON = MegatronLimits(
     auxiliary_losses=True,
 )
 
+MINDSPEED = replace(
+    MEGATRON,
+    architectures=("llama", "qwen2", "qwen3"),
+    layout=tuple(key for key in MEGATRON.layout if not key.startswith("expert")),
+    auxiliary_losses=False,
+)
+"""No mixtures: the Megatron-core that MindSpeed adapts does not compute them as the engine lays them out."""
+
 CATALOGUE: tuple[Entry, ...] = (
     Entry("engines.training.fsdp.fsdp2", BOTH, ("fsdp2",), ("cpu", "cuda", "npu"), _HF, "", True, FSDP),
     Entry("engines.training.fsdp.fsdp1", BOTH, ("fsdp",), ("cpu", "cuda", "npu"), _HF, "", True, FSDP),
@@ -90,9 +102,11 @@ CATALOGUE: tuple[Entry, ...] = (
         BOTH,
         ("megatron",),
         ("npu",),
-        ("torch", "torch_npu", "mindspeed", "megatron-core", "megatron-bridge"),
+        ("torch", "torch_npu", "mindspeed", "megatron-core", "transformers", "safetensors"),
         "ascend",
-        False,
+        True,
+        MINDSPEED,
+        versions={"torch": "2.7.1", "torch_npu": "2.7.1", "mindspeed": "0.16", "megatron-core": "0.16"},
     ),
     Entry(
         "engines.training.torchtitan.engine",
@@ -140,11 +154,25 @@ def what_is_missing(entry: Entry, device: str) -> str:
         *entry.requires,
         *(["torch_npu"] if device == "npu" and "torch_npu" not in entry.requires else []),
     ]
-    absent = [name for name in required if not _installed(name)]
-    reasons = [f"the distributions {', '.join(absent)}"] if absent else []
+    unmet = unmet_distributions(required, entry.versions)
+    reasons = [f"the distributions {', '.join(unmet)}"] if unmet else []
+    if device == "npu" and (problem := cann_problem()):
+        reasons.append(problem)
     if not device_present(device):
         reasons.append(f"a device of key {device} on this machine")
     return " and ".join(reasons)
+
+
+def unmet_distributions(required: Iterable[str], versions: Mapping[str, str]) -> list[str]:
+    """Which of the distributions are not installed in the version that is wanted, with the one that is."""
+    unmet = []
+    for name in required:
+        wanted, installed = versions.get(name, ""), _version(name)
+        if installed is None:
+            unmet.append(f"{name}=={wanted}.*" if wanted else name)
+        elif wanted and not f"{installed.partition('+')[0]}.".startswith(f"{wanted}."):
+            unmet.append(f"{name}=={wanted}.* (here is {installed})")
+    return unmet
 
 
 def device_present(device: str) -> bool:
@@ -153,12 +181,11 @@ def device_present(device: str) -> bool:
     return pattern is None or any(Path("/dev").glob(pattern))
 
 
-def _installed(distribution: str) -> bool:
+def _version(distribution: str) -> str | None:
     try:
-        importlib.metadata.version(distribution)
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return None
 
 
 def _third_party() -> list[Entry]:

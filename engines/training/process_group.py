@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import importlib
 import os
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
+
+from engines.ascend import AscendError, load_torch_npu
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 """Device key -> torch.distributed backends; counts and lengths are agreed on cpu tensors everywhere."""
@@ -28,6 +30,7 @@ def init_process_group(
 
     Raises:
         ValueError: an unknown device key, several ranks without a store, or a group of another size is there already.
+        AscendError: device npu, and CANN, torch_npu or its HCCL backend is missing or of another version.
     """
     if device not in BACKENDS:
         raise ValueError(f"device={device!r}: must be one of {', '.join(BACKENDS)}")
@@ -41,10 +44,13 @@ def init_process_group(
         if world_size != 1:
             raise ValueError(f"world_size={world_size} needs a store where the ranks meet")
         store = dist.HashStore()
-    if device == "npu":
-        importlib.import_module("torch_npu")
     if device != "cpu":
-        getattr(torch, device).set_device(local_device(device))
+        device_module(device).set_device(local_device(device))
+    if device == "npu" and not dist.is_backend_available("hccl"):
+        raise AscendError(
+            "device npu: torch_npu is loaded and did not bring the hccl backend of torch.distributed; the versions of torch, "
+            "torch_npu and CANN that belong together are those of env/ascend.txt"
+        )
     dist.init_process_group(
         BACKENDS[device],
         store=store,
@@ -58,5 +64,16 @@ def local_device(device: str) -> torch.device:
     """The torch device of this process: LOCAL_RANK selects among several accelerators."""
     if device == "cpu":
         return torch.device("cpu")
-    visible = getattr(torch, device).device_count()
+    visible = device_module(device).device_count()
     return torch.device(device, int(os.environ.get("LOCAL_RANK", "0")) % max(1, visible))
+
+
+def device_module(device: str) -> ModuleType:
+    """What torch knows of an accelerator's device key. For npu that is an extension, which is loaded first.
+
+    Raises:
+        AscendError: CANN or torch_npu is missing, broken or of another version.
+    """
+    if device == "npu":
+        load_torch_npu()
+    return getattr(torch, device)

@@ -19,7 +19,7 @@ COMMIT_FILE = "git_commit.txt"
 ENVIRONMENTS = {
     "cpu": ("env/torch.txt", "env/cpu-light.txt"),
     "cuda": ("env/cuda.txt",),
-    "npu": ("env/ascend.txt",),
+    "npu": ("env/ascend.txt", "env/cpu-light.txt"),
 }
 """Lock files of the stage environments, by device key."""
 

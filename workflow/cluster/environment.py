@@ -40,7 +40,7 @@ def enter(
         folder: in which the workflow runs: an absolute path that every node sees.
         scratch: TMPDIR, with variables, expanded before anything else.
         variables: exported after modules and set-up, so that they win.
-        device: what is computed on: cuda needs a container to be opened to the driver.
+        device: what is computed on: cuda needs a container to be opened to the driver; for npu the engine loads torch's extension.
         node: on which pyxis starts its step; SLURM's choice among the job's when None.
         cpus: of the node's share, for that step.
         cpu_bind: ``srun --cpu-bind`` of that step.
@@ -66,6 +66,10 @@ def enter(
     lines += environment.setup
     if environment.path is not None:
         lines.append(f"source {_path(environment.path)}/bin/activate || refuse venv")
+    if (
+        device == "npu"
+    ):  # else `import torch` loads torch_npu by itself, and a broken CANN breaks every stage without a word on it
+        lines.append("export TORCH_DEVICE_BACKEND_AUTOLOAD=0")
     lines += [f"export {name}={quote(value)}" for name, value in (variables or {}).items()]
     python = sys.executable if environment.kind == "none" else environment.python
     command = [

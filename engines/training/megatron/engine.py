@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core import parallel_state
@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from engines.catalog import MEGATRON
+from engines.limits import MegatronLimits
 from engines.registry import EngineRegistry
 from engines.streams import stream_key
 from engines.training.base import BaseEngine
@@ -36,6 +37,8 @@ DEVICES = ("cpu", "cuda")
 class MegatronEngine(BaseEngine):
     """Models of Megatron-core. Of a pipeline each rank holds one part of the model, or several when it is interleaved."""
 
+    limits: ClassVar[MegatronLimits] = MEGATRON
+    """What it computes."""
     optimizer: MegatronOptimizer | None = None
     chunks: list[TokenModel]
     """This rank's parts of the model, bare; ``module`` holds them with their gradients."""
@@ -73,10 +76,10 @@ class MegatronEngine(BaseEngine):
 
     def _check_config(self) -> Any:
         """The model's configuration; refuses before any process group exists what planning refuses."""
-        if reason := MEGATRON.refuse_settings(self.config):
+        if reason := self.limits.refuse_settings(self.config):
             raise UnsupportedConfigError(f"engine.backend={self.config.backend}: {reason}")
-        model = read_config(self.model_path)
-        if reason := MEGATRON.refuse_layout(self.config, model.to_dict()):
+        model = read_config(self.model_path, self.limits)
+        if reason := self.limits.refuse_layout(self.config, model.to_dict()):
             raise UnsupportedConfigError(f"engine.backend={self.config.backend}: {self.model_path}: {reason}")
         return model
 

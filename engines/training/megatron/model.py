@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from engines.catalog import MEGATRON
 from engines.config import EngineConfig, LayoutConfig
+from engines.limits import MegatronLimits
 from engines.training.errors import UnsupportedConfigError
 from engines.training.megatron.attention import PackedCoreAttention
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def read_config(folder: Path) -> PretrainedConfig:
+def read_config(folder: Path, limits: MegatronLimits = MEGATRON) -> PretrainedConfig:
     """The configuration of the model in ``folder``, completed with transformers' defaults.
 
     Raises:
@@ -36,7 +37,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if reason := MEGATRON.refuse_model(config.to_dict()):
+    if reason := limits.refuse_model(config.to_dict()):
         raise UnsupportedConfigError(f"{folder}: {reason}")
     return config
 

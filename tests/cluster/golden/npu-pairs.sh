@@ -20,5 +20,6 @@ export TMPDIR="/tmp"
 [ -w "$TMPDIR" ] || refuse 'scratch /tmp'
 source /usr/local/Ascend/ascend-toolkit/set_env.sh
 source "/shared/venv"/bin/activate || refuse venv
+export TORCH_DEVICE_BACKEND_AUTOLOAD=0
 export OMP_NUM_THREADS=1
 exec python -m workflow.stages train --plan results/demo/plan-0123.json --id 0123456789abcdef --step 20

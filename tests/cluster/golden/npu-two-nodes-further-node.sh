@@ -4,6 +4,7 @@ export TMPDIR="/tmp"
 [ -w "$TMPDIR" ] || refuse '"'"'scratch /tmp'"'"'
 source /usr/local/Ascend/ascend-toolkit/set_env.sh
 source "/shared/venv"/bin/activate || refuse venv
+export TORCH_DEVICE_BACKEND_AUTOLOAD=0
 export OMP_NUM_THREADS=1
 exec python -m engines.workers.ray_node
 '
