@@ -37,11 +37,13 @@ from workflow.drill.campaign import DrillError
 from workflow.drill.report import write_report
 from workflow.drill.run import Drill
 from workflow.manifest import Manifest, ManifestError, verify, write_json
+from workflow.preflight_command import preflight
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 _terminal = Console()
 console = _terminal if _terminal.is_terminal else Console(width=160)
 _VERDICTS = {"good": "[green]ok[/]", "open": "[yellow]open[/]", "wrong": "[red]MISSING[/]"}
+app.command()(preflight)
 _STATES = {"built": "green", "needs": "yellow", "not built yet": "dim"}
 
 
