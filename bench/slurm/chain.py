@@ -142,7 +142,7 @@ def prepare(folder: Path, specs: list[StageSpec]) -> Path:
     plan = Plan(
         campaign="nothing",
         code=code,
-        environment="",
+        environments={"cpu": "", "npu": ""},
         options={"site": "mini"},
         stages={spec.id: spec for spec in specs},
         runs={},

@@ -190,6 +190,15 @@ def test_fused_kernels_are_refused_where_an_engine_has_none(role: str) -> None:
     assert "fused_kernels=True: it has no fused kernels" in refusal(f"{role}.fused_kernels=true", "drill")
 
 
+def test_what_this_interpreter_lacks_is_refused_only_where_jobs_run_in_it() -> None:
+    words = "engine=fsdp2 engine.device=npu site.devices.npu.stand_in=false"
+    with pytest.raises(ConfigError, match=r"fsdp2 on npu: needs the distributions torch_npu.*libhccl\.so"):
+        plan_campaign(read_options({"campaign": "drill", "set": words, "site": "mini"}), source_root())
+    own = f"{words} site.devices.npu.environment.kind=venv site.devices.npu.environment.path=/shared/venv"
+    plan, _ = plan_campaign(read_options({"campaign": "drill", "set": own, "site": "mini"}), source_root())
+    assert {spec.device.computed for spec in plan.stages.values()} == {"cpu", "npu"}
+
+
 SMALL = "site.devices.{}.memory_per_device_gb={}"
 
 

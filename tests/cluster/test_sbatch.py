@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from engines.config import ConfigError, parse
+from workflow.campaign.code import environment_digest, source_root
+from workflow.campaign.head import plan_campaign, read_options
 from workflow.campaign.site import SiteConfig, load_site
 from workflow.cluster.environment import enter, enter_on
 from workflow.cluster.parts import ARGUMENTS as PART
-from workflow.cluster.placement import place
+from workflow.cluster.placement import place, place_stage
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GOLDEN = Path(__file__).parent / "golden"
@@ -138,8 +140,38 @@ def test_the_batch_script(name):
     assert texts == golden
 
 
+MEGATRON = "npu-megatron-stage"
+"""Golden file of a stage that a campaign planned, here where no NPU is."""
+
+
+def test_a_stage_on_megatron_goes_to_the_npus_of_the_site():
+    npu = "site.devices.npu"
+    words = [
+        *(
+            "engine=megatron",
+            "engine.device=npu",
+            "engine.layout.pipeline_parallel_size=2",
+            "actor.engine=megatron",
+        ),
+        *(f"{npu}.stand_in=false", f"{npu}.environment.kind=venv", f"{npu}.environment.path=/shared/ascend"),
+        f"{npu}.environment.setup=['source /usr/local/Ascend/ascend-toolkit/set_env.sh']",
+    ]
+    plan, runs = plan_campaign(
+        read_options({"campaign": "drill", "site": "mini", "set": words}), source_root()
+    )
+    spec = next(spec for spec in plan.stages.values() if spec.stage == "train" and "critic" in spec.backends)
+    assert spec.backends == {"actor": "megatron", "critic": "megatron"}
+    assert plan.environments == {key: environment_digest(source_root(), key) for key in ("cpu", "npu")}
+    site = runs[0].config.site
+    request = place_stage(spec, site, output=Path("results/.slurm/%j.log"), step=6, walltime_seconds=3600)
+    offered = site.devices[site.key_of(spec.device)]
+    script = enter(offered.environment, ARGUMENTS, folder="/shared/baton", device=spec.device.computed)
+    golden = (GOLDEN / f"{MEGATRON}.sh").read_text(encoding="utf-8")
+    assert request.text(script).replace(spec.id, "0123456789abcdef") == golden
+
+
 def test_there_is_no_golden_file_without_a_case():
-    assert {path.stem.removesuffix(FURTHER) for path in GOLDEN.glob("*.sh")} == set(CASES)
+    assert {path.stem.removesuffix(FURTHER) for path in GOLDEN.glob("*.sh")} == {*CASES, MEGATRON}
 
 
 REFUSED = {

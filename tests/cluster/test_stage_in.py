@@ -107,3 +107,18 @@ def test_a_package_is_what_its_installer_recorded(tmp_path, monkeypatch):
     assert damaged_files("tiny_gguf") == [model]
     with pytest.raises(ModelFolderError, match="not installed"):
         damaged_files("no_such")
+
+
+def test_an_environment_of_the_site_is_entered_for_what_its_engines_need(tmp_path):
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/bin/activate").write_text(f"export PATH={tmp_path}/venv/bin:$PATH\n")
+    (tmp_path / "venv/bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "venv/bin/python").chmod(0o755)
+    npu = "site.devices.npu"
+    words = "engine=megatron engine.device=npu actor.engine=megatron"
+    own = f"{npu}.stand_in=false {npu}.environment.kind=venv {npu}.environment.path={tmp_path}/venv"
+    code, said = baton("drill", "--site", "mini", "--set", f"{words} {own}")
+    assert code == 1
+    assert "torch==2.7.1 (there is" in said
+    assert "mindspeed==0.16" in said
+    assert "install env/ascend.txt in it" in said

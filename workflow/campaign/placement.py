@@ -94,7 +94,8 @@ def _choose(
             triple = next((t for t in triples if (t.backend, t.device) == (backend, computed)), None)
             if triple is None:
                 continue
-            if reason := _refuse(triple, engine, model) or _too_large(engine, device, model, site):
+            reason = _missing(triple, device, site) or _refuse(triple, engine, model)
+            if reason := reason or _too_large(engine, device, model, site):
                 refused.append(f"{backend} on {device}: {reason}")
                 continue
             return backend, device, "; ".join([*_why(engine, backend, device, model, site), *refused])
@@ -105,10 +106,17 @@ def _choose(
     )
 
 
+def _missing(triple: Triple, device: str, site: SiteConfig) -> str:
+    """What an engine lacks; empty when it can run. What an environment of the site's own has is not to be seen from here:
+    `baton stage-in` enters it and looks, and so does the job."""
+    if triple.state == "needs":
+        here = site.devices[device].environment.kind == "none"
+        return f"needs {triple.reason}" if here else ""
+    return "" if triple.state == "built" else triple.state
+
+
 def _refuse(triple: Triple, engine: EngineConfig, model: ModelFacts) -> str:
-    """Why a declared engine is no choice; empty when it is one."""
-    if triple.state != "built":
-        return f"needs {triple.reason}" if triple.reason else triple.state
+    """What an engine does not compute of what is asked; empty when it does."""
     if triple.limits is None:
         return ""
     if reason := triple.limits.refuse_model(model.config):

@@ -135,8 +135,8 @@ class Plan(Config):
     campaign: str
     code: str
     """Digest of the source that made it."""
-    environment: str
-    """Digest of the environment's lock file."""
+    environments: dict[str, str]
+    """Per device key that is computed on, the digest of its environment's lock files."""
     segments: int | Literal["auto"] = 1
     """Into how many segments trainings were asked to be cut."""
     options: dict[str, Any] = {}
@@ -206,7 +206,7 @@ class Plan(Config):
             "world_size": spec.world_size,
             "dtype": spec.dtype,
             "threads": spec.threads,
-            "environment": self.environment,
+            "environment": self.environments[spec.device.computed],
             "code": self.code,
         }
         return Manifest(**planned | found)

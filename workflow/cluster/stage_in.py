@@ -34,9 +34,13 @@ ENTER_SECONDS = 300
 _IMPORTS = """\
 import importlib.metadata, platform, sys
 missing = []
-for name in sys.argv[1:]:
-    try: importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError: missing.append(name)
+for word in sys.argv[1:]:
+    name, _, wanted = word.partition("==")
+    try: found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError: missing.append(word)
+    else:
+        if wanted and not (found.partition("+")[0] + ".").startswith(wanted + "."):
+            missing.append(f"{word} (there is {found})")
 if missing: sys.exit("not installed: " + ", ".join(missing))
 import torch, transformers
 print("python", platform.python_version(), "torch", torch.__version__, "transformers", transformers.__version__)
@@ -171,15 +175,15 @@ def _environment(plan: Plan, site: SiteConfig, key: str) -> Finding:
 
 
 def _distributions(plan: Plan, site: SiteConfig, key: str) -> list[str]:
-    """What the engines of the stages of a device key have to find installed."""
-    needed: set[str] = {"torch", "transformers"}
+    """What the engines of the stages of a device key have to find installed: names, and ``name==`` how the version begins."""
+    needed: dict[str, str] = {"torch": "", "transformers": ""}
     for spec in plan.stages.values():
         if site.key_of(spec.device) != key:
             continue
         for entry in declared_entries():
             if spec.device.computed in entry.devices and {*entry.backends} & {*spec.backends.values()}:
-                needed.update(entry.requires)
-    return sorted(needed)
+                needed |= dict.fromkeys(entry.requires, "") | dict(entry.versions)
+    return sorted(f"{name}=={version}" if version else name for name, version in needed.items())
 
 
 def _launchers(site: SiteConfig) -> Iterator[Finding]:
