@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from engines.config import RolloutConfig
+from engines.registry import EngineRegistry
 from engines.rollout.base import Request, Response, SamplingParams
 from engines.rollout.transformers import TransformersRollout
 from engines.streams import stream_key
@@ -95,7 +97,7 @@ def whole(engine: type[BaseEngine]) -> type[BaseEngine]:
 @pytest.fixture
 def npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that ask for an NPU get one in plain Python."""
-    (tmp_path / "torch_npu.py").write_text("from tests.support.fake_npu import install\n\ninstall()\n")
+    (tmp_path / "torch_npu.py").write_text("from tests.support import fake_npu\n\nfake_npu.install()\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("ASCEND_HOME_PATH", str(install_cann(tmp_path / "cann")))
 
@@ -107,8 +109,33 @@ CHECKS = [check_training, check_inference, check_export, check_resume, check_res
 @pytest.mark.usefixtures("npu")
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("subject", SUBJECTS, ids=str)
-def test_an_engine_runs_on_another_device(subject: Subject, check) -> None:
+def test_an_engine_runs_on_another_device(subject: Subject, check: Callable[[Subject], None]) -> None:
     check(subject)
+
+
+class OnMegatron(Subject):
+    """The engine under the key npu; the key itself needs a process that has not imported Megatron (test_mindspeed.py)."""
+
+    @property
+    def engine_class(self) -> type[BaseEngine]:
+        return EngineRegistry.get_engine_cls(self.model_type, self.backend, "cuda")
+
+
+@pytest.fixture
+def mindspeed(npu: None, tmp_path: Path) -> None:
+    """Ranks whose NPU is what Megatron takes for CUDA."""
+    with (tmp_path / "torch_npu.py").open("a") as file:
+        file.write("from tests.support import fake_mindspeed\n\nfake_mindspeed.adapt_megatron()\n")
+
+
+@pytest.mark.usefixtures("mindspeed")
+@pytest.mark.parametrize("check", [check_training, check_inference, check_export, check_resume])
+@pytest.mark.parametrize("model_type", ["language_model", "value_model"])
+def test_the_megatron_engine_runs_on_another_device(
+    model_type: str, check: Callable[[Subject], None]
+) -> None:
+    """But for parking its parts, which empties storages that the device lacks."""
+    check(OnMegatron(model_type, "megatron", "npu"))
 
 
 def generated(folder: Path, device: str) -> list[Response]:

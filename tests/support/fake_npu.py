@@ -55,6 +55,15 @@ class NpuTensor(torch.Tensor):
     def __torch_dispatch__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         return _compute(function, args, kwargs or {})
 
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, other: NpuTensor) -> None:
+        torch.Tensor.data.__set__(self, other)
+        self.host = other.host
+
     def tolist(self) -> Any:
         return self.host.tolist()
 
