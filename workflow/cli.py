@@ -21,6 +21,7 @@ from workflow.campaign.build import PlannedRun
 from workflow.campaign.code import source_root
 from workflow.campaign.head import REFUSALS, on_this_site, plan_campaign
 from workflow.campaign.head import recut as recut_campaign
+from workflow.campaign.layout_preflight import memory_of_processes
 from workflow.campaign.pace import expected_pace
 from workflow.campaign.plan import CURRENT, RESULTS, Plan, PlanError, read_plan
 from workflow.campaign.schema import CampaignOptions
@@ -91,7 +92,8 @@ def plan(
         raise typer.Exit(1) from None
     _show_runs(planned)
     _show_stages(planned)
-    for text in proposed_cuts(planned, runs):
+    memory = [line for run in runs for line in memory_of_processes(run)]
+    for text in dict.fromkeys([*proposed_cuts(planned, runs), *memory]):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 

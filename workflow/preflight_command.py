@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +14,7 @@ import yaml
 from rich.console import Console
 from rich.markup import escape
 
+from engines.architectures import max_positions
 from engines.config import ConfigError, EngineConfig, parse
 from engines.model_folder import ModelFolderError
 from workflow.campaign.code import source_root
@@ -29,9 +33,12 @@ from workflow.campaign.layout_preflight import (
 )
 from workflow.campaign.paths import replaced
 from workflow.campaign.site import UNKNOWN, detect_site, load_site
+from workflow.manifest import write_json
 
 SHOWN = 5
 """Suggested layouts, at most."""
+VERIFIED_RANKS = 16
+"""Processes of --verify, at most."""
 
 
 def preflight(
@@ -49,6 +56,12 @@ def preflight(
     site: Annotated[str | None, typer.Option(help="a file in configs/site, or a path")] = None,
     device: Annotated[str, typer.Option(help="device key: cuda, npu or cpu")] = "cuda",
     rollout: Annotated[bool, typer.Option(help="a rollout replica in the same process")] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            help="also train the layout of a shrunken model on CPU ranks, and compare with one process"
+        ),
+    ] = False,
     devices: Annotated[
         int | None, typer.Option(min=1, help="suggest layouts of so many devices; those of the layout")
     ] = None,
@@ -78,8 +91,39 @@ def preflight(
     )
     for one in suggested[:SHOWN]:
         console.print(f"  {gigabytes(one.memory.total):>9}  {spell(one.engine)}", markup=False)
-    if not found.fits:
+    verified = not verify or _verified(console, question, found)
+    if not found.fits or not verified:
         raise typer.Exit(1)
+
+
+def _verified(console: Console, question: Question, found: Answer) -> bool:
+    """Train a shrunken model in the layout; in a process of its own, because that loads a framework."""
+    ranks = question.engine.layout.world_size
+    if found.refusal or ranks > VERIFIED_RANKS:
+        why = (
+            "it is not legal"
+            if found.refusal
+            else f"it has {ranks} ranks, at most {VERIFIED_RANKS} processes are started"
+        )
+        console.print(f"the layout is not trained: {why}", markup=False)
+        return False
+    settings = {
+        "device": "cpu",
+        "dtype": "float32",
+        "token_budget": 40,
+        "layout": question.engine.layout.model_dump(),
+    }
+    settings |= {
+        "backend": question.engine.backend,
+        "activation_checkpointing": question.engine.activation_checkpointing,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "question.json"
+        write_json(path, {"config": dict(question.config), "engine": settings})
+        command = [sys.executable, "-m", "workflow.stages.layout_verify", str(path)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    console.print(done.stdout.rstrip(), markup=False)
+    return done.returncode == 0
 
 
 def describe(question: Question, found: Answer) -> list[str]:
@@ -126,7 +170,9 @@ def _question(
             raise ConfigError(f"{key}: {error.args[0]} has no keys below it") from None
     engine = parse(EngineConfig, values, path="engine")
     source, config = model_configuration(model, configs)
-    length = sequence_length or engine.token_budget * engine.layout.context_parallel_size
+    source = source.removeprefix(f"{configs.parent}/")
+    budget = engine.token_budget * engine.layout.context_parallel_size
+    length = sequence_length or min(budget, max_positions(config) or budget)
     return Question(
         source, config, engine, BatchShape(engine.token_budget, micro_batches), length, 0.0, rollout=rollout
     )

@@ -186,3 +186,23 @@ def test_no_framework_is_loaded() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stderr.strip() == ""
+
+
+def test_a_layout_is_trained_beside_one_process() -> None:
+    words = ["tiny-qwen3", "--site", "local", "--device", "cpu", "--set", "token_budget=512", "--verify"]
+    code, output = preflight(*words, "--set", "layout.data_parallel_size=2")
+    assert code == 0, output
+    assert "verified: relative difference" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--set", "layout.data_parallel_size=32"], "it has 32 ranks, at most 16"),
+        (["--set", "layout.tensor_parallel_size=2"], "it is not legal"),
+    ],
+)
+def test_a_layout_that_cannot_be_trained_here_is_not_called_verified(words: list[str], reason: str) -> None:
+    code, output = preflight("tiny-qwen3", "--memory", "64", "--verify", *words)
+    assert code == 1
+    assert f"the layout is not trained: {reason}" in output

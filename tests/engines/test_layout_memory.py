@@ -32,7 +32,7 @@ EXPERTS = {
     "hidden_size": 56,
     "moe_intermediate_size": 88,
     "num_experts": 4,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 4,  # balanced, as the estimate takes them to be
     "vocab_size": 112,
 }
 
@@ -47,6 +47,9 @@ CASES: list[tuple[str, str, str, dict[str, int], int, bool]] = [
     ("megatron", "PP2xVPP2", "llama", DEEP, 4, False),
     ("megatron", "DP2+DO", "qwen2", WIDE, 2, True),
     ("megatron", "TP2xEP2xDP2+SP", "qwen3-moe", EXPERTS, 1, False),
+    ("megatron", "EP2xDP2", "qwen3-moe", EXPERTS, 1, True),
+    ("megatron", "TP2+SP", "qwen3-moe", EXPERTS, 2, True),
+    ("fsdp", "world 2", "qwen3", WIDE, 2, False),
 ]
 
 

@@ -42,6 +42,8 @@ def test_plan_shows_stages_placement_and_bytes(tmp_path, monkeypatch):
         "17 jobs",
         "(segments: 3); proposed: [6]; start 180 s",
         "estimated from the model's size: nothing is measured yet",
+        "memory of engine on each of",
+        "fits 4 GB",
     ):
         assert shown in output
     assert not list(tmp_path.iterdir())

@@ -67,6 +67,8 @@ def estimate(model: ModelSizes, engine: EngineConfig, batch: BatchShape, rollout
         rollout: a replica samples in the same process: the whole model in float32, as ``TransformersRollout`` keeps it.
     """
     replica = FLOAT32 * model.parameters if rollout else 0
+    if engine.forward_only:
+        return _forward_only(model, engine, batch, replica)
     find = megatron_moments if engine.backend == "megatron" else fsdp_moments
     return max(find(model, engine, batch, replica), key=lambda memory: memory.total)
 
@@ -247,7 +249,9 @@ def _stage_moments(
     sent = flying * entry if stages > 1 else 0
     buffer = size * rows * model.hidden if layout.sequence_parallel else 0
     activations = flying * before + sent + token
-    backward = size * rows * _backward_width(model, 2, 2, layout)
+    if engine.activation_checkpointing and model.experts:
+        activations += layers * size * rows * _held_by_routers(model, layout)
+    backward = size * rows * _megatron_backward_width(model, layout)
 
     def moment(name: str, activations: float, working: float) -> Memory:
         parts = (
@@ -298,6 +302,25 @@ def _step_work(engine: EngineConfig, held: Held, largest: int, embedding: int) -
     return optimizer_bytes(engine, held) // (2 if engine.dtype == "float32" else 3)
 
 
+# ---- without training ------------------------------------------------------------------------------------------------
+
+
+def _forward_only(model: ModelSizes, engine: EngineConfig, batch: BatchShape, replica: int) -> Memory:
+    """Of a reference: weights, one layer's activations and the logits of the last."""
+    layout, size = engine.layout, compute_bytes(engine)
+    tensor = layout.tensor_parallel_size
+    if engine.backend == "megatron":
+        held = max(megatron_stages(model, layout), key=lambda held: held.all)
+        parameters, gathered = size * held.all, 0
+        kept = kept_by_megatron_layer(model, layout)
+    else:
+        shards = (layout.shard_size or layout.data_parallel_size) * layout.context_parallel_size
+        parameters, gathered = FLOAT32 * model.parameters / shards, size * model.parameters
+        kept = kept_by_fsdp_layer(model, layout.context_parallel_size)
+    working = gathered + size * batch.tokens * kept + _head_work(model.vocabulary // tensor, batch.tokens)
+    return Memory("forward pass", round(parameters), 0, 0, 0, round(working), replica)
+
+
 # ---- what both have --------------------------------------------------------------------------------------------------
 
 
@@ -312,12 +335,31 @@ def _largest(model: ModelSizes, layout: LayoutConfig) -> int:
     return max(2 * model.hidden * model.intermediate // split, attention)
 
 
-def _backward_width(
-    model: ModelSizes, hidden: int, intermediate: int, layout: LayoutConfig | None = None
-) -> float:
+def _backward_width(model: ModelSizes, hidden: int, intermediate: int) -> float:
     """Numbers of a token that a layer's backward pass holds at once: gradients of its output and inside its MLP."""
-    split = 1 if layout is None else layout.tensor_parallel_size
-    if model.experts:
-        split = 1 if layout is None else layout.expert_tensor_parallel_size
     chosen = model.experts_per_token if model.experts else 1
-    return hidden * model.hidden + chosen * intermediate * model.intermediate / split
+    return hidden * model.hidden + chosen * intermediate * model.intermediate
+
+
+def _megatron_backward_width(model: ModelSizes, layout: LayoutConfig) -> float:
+    """The same of Megatron's layers.
+
+    Of mixtures also tokens on their way to experts and back, and what one expert after the other works on; how often was measured and not
+    derived.
+    """
+    tensor, split = layout.tensor_parallel_size, layout.expert_tensor_parallel_size
+    if not model.experts:
+        return 2 * model.hidden + 2 * model.intermediate / tensor
+    inside = model.hidden + model.intermediate / split
+    local = model.experts / layout.expert_parallel_size
+    rows = model.experts_per_token * split / tensor
+    return 2 * model.hidden + rows * (1.5 * model.hidden + inside / local)
+
+
+def _held_by_routers(model: ModelSizes, layout: LayoutConfig) -> float:
+    """Numbers of a token that a Megatron layer's router holds on to when activations are recomputed.
+
+    It remembers the weights of the experts, and with them the start of the recomputed graph: the layer's input, its copy and its gradient.
+    """
+    routing = model.experts * 1.25 + 2 * model.experts_per_token
+    return (3 * model.hidden + 2 * routing) / layout.tensor_parallel_size

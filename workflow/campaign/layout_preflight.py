@@ -13,11 +13,14 @@ from engines import catalog
 from engines.architectures import max_positions
 from engines.config import ConfigError, EngineConfig, LayoutConfig, nearest
 from engines.limits import Limits
+from engines.workers.spec import process_groups
+from workflow.campaign.build import PlannedRun
 from workflow.campaign.files import load_named, names_of
 from workflow.campaign.forecast import read_model
 from workflow.campaign.layout_memory import BatchShape, Memory, estimate
 from workflow.campaign.layout_sizes import ModelSizes, model_sizes
 from workflow.campaign.schema import ModelConfig
+from workflow.campaign.site import UNKNOWN
 
 LIMITS: dict[str, Limits] = {
     "fsdp2": catalog.FSDP,
@@ -150,6 +153,40 @@ def _check_lengths(question: Question) -> None:
             f"sequence_length={question.sequence_length}: more than token_budget={question.batch.tokens} x "
             f"layout.context_parallel_size={question.engine.layout.context_parallel_size}"
         )
+
+
+def memory_of_processes(run: PlannedRun) -> list[str]:
+    """For each process group of a run, in words: what a rank of it needs, and whether the site's devices have it."""
+    engines = {path: run.config.role_engine(path.partition(".")[0]) for path in run.devices if "." in path}
+    groups = [["engine"], *process_groups(engines)] if "engine" in run.devices else process_groups(engines)
+    return [_memory_of_group(run, paths, engines | {"engine": run.config.engine}) for paths in groups]
+
+
+def _memory_of_group(run: PlannedRun, paths: list[str], engines: Mapping[str, EngineConfig]) -> str:
+    told = f"memory of {', '.join(paths)} on each of {engines[paths[0]].layout.world_size} ranks"
+    config = dict(run.model.config)
+    if run.config.model.tokenizer is not None:
+        config.setdefault("vocab_size", run.config.model.tokenizer.vocab_size)
+    try:
+        sizes = model_sizes(_same_names(config), run.model.source)
+    except ConfigError as error:
+        return f"{told}: not known ({error})"
+    unknown = [engines[path].backend for path in paths if engines[path].backend not in LIMITS]
+    if unknown:
+        return f"{told}: not known of {', '.join(unknown)}"
+    roles = [
+        estimate(sizes, engines[path], BatchShape(engines[path].token_budget), path.startswith("actor"))
+        for path in paths
+    ]
+    # One role computes at a time; the others only hold their states.
+    states = sum(role.parameters + role.optimizer + role.rollout for role in roles)
+    needed = states + max(role.gradients + role.activations + role.working for role in roles)
+    site = run.config.site
+    offered = site.devices[site.key_of(run.devices[paths[0]])].memory_per_device_gb
+    if offered == UNKNOWN:
+        return f"{told}: {gigabytes(needed)}; what a device has is unknown"
+    verdict = "fits" if needed <= USABLE * offered * GIB else "does NOT fit"
+    return f"{told}: {gigabytes(needed)}, {verdict} {offered:g} GB (see baton preflight)"
 
 
 def what_to_change(question: Question) -> list[str]:
