@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 
 from engines.config import LayoutConfig
+from engines.training.base import BaseEngine
 from engines.training.batch import PackedBatch
 from engines.training.errors import UnsupportedConfigError
 from engines.training.megatron.attention import Packing
 from engines.training.megatron.cpu import _ANSWERS, on_cpu
+from engines.training.megatron.model import mark_split_weights
 from engines.training.megatron.parallelize import alignment
 from engines.training.megatron.residency import Parked
+from tests.conformance.subject import Subject
 
 
 def test_the_scope_of_the_cpu_leaves_nothing_behind() -> None:
@@ -70,3 +74,29 @@ def test_padding_counts_against_the_budget() -> None:
     assert rules.rows([1, 5, 1]) == 24
     batch = PackedBatch.from_sequences({"input_ids": [torch.zeros(1), torch.zeros(5)]})
     assert rules.padded(batch.lengths.tolist()) == [4, 8]
+
+
+def _marks(engine: BaseEngine) -> dict[str, tuple[bool, int] | None]:
+    return {
+        name: (parameter.tensor_model_parallel, parameter.partition_dim)
+        if hasattr(parameter, "tensor_model_parallel")
+        else None
+        for name, parameter in engine.chunks[0].named_parameters()
+    }
+
+
+def _marked_anew(subject: Subject, model: Path) -> tuple[dict, dict]:
+    engine = subject.engine(model, forward_only=True)
+    first = _marks(engine)
+    for parameter in engine.chunks[0].parameters():
+        if getattr(parameter, "tensor_model_parallel", False):
+            del parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride
+    mark_split_weights(engine.chunks[0])
+    return first, _marks(engine)
+
+
+def test_split_weights_are_marked_where_megatron_does_not() -> None:
+    subject = Subject("language_model", "megatron", layout="TP2")
+    for megatrons, ours in subject.run(_marked_anew, subject.model()):
+        assert ours == megatrons
+        assert {(True, 0), (True, 1)} < {*ours.values()}
