@@ -35,7 +35,7 @@ from workflow.campaign.paths import replaced
 from workflow.campaign.site import UNKNOWN, detect_site, load_site
 from workflow.manifest import write_json
 
-SHOWN = 5
+SHOWN = 3
 """Suggested layouts, at most."""
 VERIFIED_RANKS = 16
 """Processes of --verify, at most."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engines.config import EngineConfig, LayoutConfig
+from tests.campaign.layout_examples import EXAMPLE, PAGE, with_output
 from workflow.campaign.layout_memory import BatchShape, estimate, in_flight
 from workflow.campaign.layout_preflight import Question, answer, model_configuration, suggest, what_to_change
 from workflow.campaign.layout_sizes import megatron_stages, model_sizes
@@ -162,6 +164,10 @@ def test_the_guide_and_the_suggestions_agree() -> None:
     """docs/layouts.md: fsdp2 where it fits, else megatron with the distributed optimizer, experts and stages only where needed."""
     first = suggest(question("qwen2-7b", 80), 8)[0].engine
     assert first.backend == "fsdp2"
+    mixture = question("qwen3-30b-a3b", 80)
+    assert suggest(mixture, 16)[0].engine.backend == "megatron"
+    one = replace(mixture, batch=BatchShape(4096, micro_batches=1))
+    assert suggest(one, 16)[0].engine.backend == "fsdp2"
     largest = suggest(question("qwen3-235b-a22b", 80), 256)[0].engine
     assert largest.backend == "megatron"
     assert largest.layout.distributed_optimizer
@@ -206,3 +212,12 @@ def test_a_layout_that_cannot_be_trained_here_is_not_called_verified(words: list
     code, output = preflight("tiny-qwen3", "--memory", "64", "--verify", *words)
     assert code == 1
     assert f"the layout is not trained: {reason}" in output
+
+
+def test_the_page_shows_what_preflight_prints() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    shown = [found[1] for found in EXAMPLE.finditer(page)]
+    for name in NAMES:
+        for memory in (64, 80):
+            assert any(f"{name} " in command and f"--memory {memory}" in command for command in shown)
+    assert with_output(page) == page, "python -m tests.campaign.layout_examples writes it anew"

@@ -36,30 +36,40 @@ EXPERTS = {
     "vocab_size": 112,
 }
 
-CASES: list[tuple[str, str, str, dict[str, int], int, bool]] = [
-    ("fsdp2", "world 1", "qwen2", WIDE, 1, False),
-    ("fsdp2", "world 2", "llama", DEEP, 3, True),
-    ("fsdp2", "CP 2", "qwen3", WIDE, 1, False),
-    ("fsdp2", "world 2", "qwen3-moe", EXPERTS, 2, False),
-    ("megatron", "world 1", "llama", DEEP, 1, True),
-    ("megatron", "TP2+SP", "qwen3", WIDE, 2, False),
-    ("megatron", "PP2", "qwen3", DEEP, 4, False),
-    ("megatron", "PP2xVPP2", "llama", DEEP, 4, False),
-    ("megatron", "DP2+DO", "qwen2", WIDE, 2, True),
-    ("megatron", "TP2xEP2xDP2+SP", "qwen3-moe", EXPERTS, 1, False),
-    ("megatron", "EP2xDP2", "qwen3-moe", EXPERTS, 1, True),
-    ("megatron", "TP2+SP", "qwen3-moe", EXPERTS, 2, True),
-    ("fsdp", "world 2", "qwen3", WIDE, 2, False),
+CASES: list[tuple[str, str, str, dict[str, int], int, bool, str]] = [
+    ("fsdp2", "world 1", "qwen2", WIDE, 1, False, "float32"),
+    ("fsdp2", "world 2", "llama", DEEP, 3, True, "float32"),
+    ("fsdp2", "CP 2", "qwen3", WIDE, 1, False, "float32"),
+    ("fsdp2", "world 2", "qwen3-moe", EXPERTS, 2, False, "float32"),
+    ("megatron", "world 1", "llama", DEEP, 1, True, "float32"),
+    ("megatron", "TP2+SP", "qwen3", WIDE, 2, False, "float32"),
+    ("megatron", "PP2", "qwen3", DEEP, 4, False, "float32"),
+    ("megatron", "PP2xVPP2", "llama", DEEP, 4, False, "float32"),
+    ("megatron", "DP2+DO", "qwen2", WIDE, 2, True, "float32"),
+    ("megatron", "TP2xEP2xDP2+SP", "qwen3-moe", EXPERTS, 1, False, "float32"),
+    ("megatron", "EP2xDP2", "qwen3-moe", EXPERTS, 1, True, "float32"),
+    ("megatron", "TP2+SP", "qwen3-moe", EXPERTS, 2, True, "float32"),
+    ("fsdp2", "world 2", "qwen3", DEEP, 1, False, "bfloat16"),
+    ("megatron", "DP2+DO", "llama", WIDE, 1, False, "bfloat16"),
+    ("fsdp", "world 2", "qwen3", WIDE, 2, False, "float32"),
 ]
 
 
-@pytest.mark.parametrize(("backend", "layout", "family", "sizes", "micro_batches", "recompute"), CASES)
+@pytest.mark.parametrize(
+    ("backend", "layout", "family", "sizes", "micro_batches", "recompute", "dtype"), CASES
+)
 def test_the_estimate_is_close_to_the_peak(
-    backend: str, layout: str, family: str, sizes: dict[str, int], micro_batches: int, recompute: bool
+    backend: str,
+    layout: str,
+    family: str,
+    sizes: dict[str, int],
+    micro_batches: int,
+    recompute: bool,
+    dtype: str,
 ) -> None:
     subject = Subject("language_model", backend, layout=layout)
     model = subject.model(family, **sizes)
-    settings = {"token_budget": LENGTH * SEQUENCES, "activation_checkpointing": recompute}
+    settings = {"token_budget": LENGTH * SEQUENCES, "activation_checkpointing": recompute, "dtype": dtype}
     peak = max(subject.run(peak_on_rank, model, micro_batches, settings))
     engine = EngineConfig(backend=backend, device="cpu", layout=LAYOUTS[layout], **settings)
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))

@@ -102,6 +102,21 @@ def kept_by_fsdp_layer(model: ModelSizes, shared: int = 1) -> float:
     return 6 * model.hidden + 2 + attention + mlp
 
 
+def _kept_in_float32(model: ModelSizes, engine: EngineConfig) -> float:
+    """Bytes of a token that a layer's norms keep beyond that in half precision.
+
+    Those of transformers keep their input as a copy in float32. torch's, which Megatron has here, keep on a CPU the normalised input in
+    float32 too; on accelerators they are one kernel that keeps neither.
+    """
+    if engine.dtype == "float32":
+        return 0
+    norms = 2 * model.hidden + (model.query + model.key_value if model.qk_norm else 0)
+    if engine.backend != "megatron":
+        return 2 * norms
+    shared = engine.layout.tensor_parallel_size if engine.layout.sequence_parallel else 1
+    return 4 * norms / shared if engine.device == "cpu" else 0
+
+
 def kept_by_megatron_layer(model: ModelSizes, layout: LayoutConfig) -> float:
     """The same of Megatron's local layers, per row of this rank.
 
@@ -165,7 +180,7 @@ def fsdp_moments(model: ModelSizes, engine: EngineConfig, batch: BatchShape, rep
     layer, whole = model.layer_parameters, model.parameters
     root = whole - model.layers * layer
     accumulates = batch.micro_batches > 1
-    kept = size * rows * kept_by_fsdp_layer(model, context)
+    kept = rows * (size * kept_by_fsdp_layer(model, context) + _kept_in_float32(model, engine))
     entry = size * rows * model.hidden
     before = entry if engine.activation_checkpointing else kept
     recomputed = kept if engine.activation_checkpointing else 0
@@ -240,7 +255,7 @@ def _stage_moments(
     tensor, stages = layout.tensor_parallel_size, layout.pipeline_parallel_size
     rows = batch.tokens
     entry = size * rows * model.hidden / (tensor if layout.sequence_parallel else 1)
-    kept = size * rows * kept_by_megatron_layer(model, layout)
+    kept = rows * (size * kept_by_megatron_layer(model, layout) + _kept_in_float32(model, engine))
     layers = model.layers // stages
     flying = in_flight(layout, stage, batch.micro_batches)
     before = layers * (entry if engine.activation_checkpointing else kept)
