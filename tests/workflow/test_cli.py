@@ -49,6 +49,19 @@ def test_plan_shows_stages_placement_and_bytes(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("memory", "verdict"), [("0.01", "does NOT fit"), ("unknown", "what a device has is unknown")]
+)
+def test_plan_says_when_memory_is_too_little_or_not_known(tmp_path, monkeypatch, memory, verdict):
+    monkeypatch.chdir(tmp_path)
+    words = ("--site", "local", "--set", f"site.devices.cpu.memory_per_device_gb={memory}")
+    code, output = baton("plan", "drill", *words)
+    assert code == 0
+    told = [line for line in output.splitlines() if line.startswith("memory of")]
+    assert told
+    assert all(verdict in line for line in told)
+
+
 def test_plan_refuses_with_the_reason():
     code, output = baton("plan", "drill", "--set", "engine=fdsp")
     assert code == 1

@@ -280,5 +280,7 @@ def spell(engine: EngineConfig) -> str:
 
 
 def gigabytes(size: float) -> str:
-    """Bytes in the units of a site file."""
+    """Bytes in the units of a site file, or a 1024th of them where that says more."""
+    if 0 < size < GIB / 10:
+        return f"{size / 2**20:,.1f} MB"
     return f"{size / GIB:,.1f} GB"
