@@ -54,7 +54,7 @@ def leak_across_sequences(good: EngineClass) -> EngineClass:
             with mock.patch.object(
                 engines.training.fsdp.engine,
                 "Segments",
-                lambda bounds, device: segments(bounds[[0, -1]], device),
+                lambda bounds, device, shared: segments(bounds[[0, -1]], device, shared),
             ):
                 return super().forward_micro_batch(model, micro_batch, entropy)
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from workflow.campaign.forecast import kept_states, states_bytes
-from workflow.campaign.paths import lookup
+from workflow.campaign.paths import ABSENT, lookup
 from workflow.campaign.plan import StageSpec
+from workflow.campaign.schema import RunConfig, default_of
 from workflow.manifest import MANIFEST, Manifest, ManifestError, read_manifest
 
 START_SECONDS, STEP_SECONDS, MEAN_STEP_SECONDS, SAVE_SECONDS = (
@@ -131,6 +132,11 @@ def estimated_save(spec: StageSpec) -> float:
 def work_of(stage: StageSpec | Manifest) -> tuple[Any, ...]:
     """What a step's time depends on: equal for trainings whose steps are as much work on the same kind of device."""
     settings = (lookup(stage.config, path) for path in WORK)
+    # A manifest leaves out keys that came later and have their default.
+    settings = (
+        default_of(RunConfig, path) if value is ABSENT else value
+        for path, value in zip(WORK, settings, strict=True)
+    )
     return (
         *(stage.stage, stage.slug, stage.device.computed, stage.backends, stage.layout, stage.world_size),
         *(stage.dtype, stage.threads, *settings),

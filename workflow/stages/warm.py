@@ -41,6 +41,8 @@ _MODULES = (
     "transformers.models.qwen3.modeling_qwen3",
 )
 """What the demo's stages import while they run, beside their own modules; another model's stage imports the rest itself."""
+_ALONE = ("megatron",)
+"""Stages that import by themselves what leaves no other stage's process as it was."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -256,7 +258,7 @@ def _import() -> dict[str, tuple[str | None, str]]:
 
     os.environ.update(framework_variables(threads=1))
     before = dict(os.environ)
-    for name in (*(f"workflow.stages.{stage}" for stage in STAGES), *_MODULES):
+    for name in (*(f"workflow.stages.{stage}" for stage in STAGES if stage not in _ALONE), *_MODULES):
         importlib.import_module(name)
     if others := len(list(Path("/proc/self/task").iterdir())) - 1:
         raise RuntimeError(f"imports started {others} threads, which a fork would lack")
