@@ -20,6 +20,9 @@ from workflow.rl.metrics import METRICS_FILE, SFT_CURVE_FILE, read_metrics, with
 
 EQUAL, CLOSE, DIFFERENT, UNKNOWN = "equal", "close", "different", "unknown"
 
+SMALL = 1e-4
+"""Metrics of a curve that never reach it are compared as parts of it: what measures rounding differs by all of itself."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -169,8 +172,9 @@ def _curves(ours: Result, theirs: Result, tolerance: float | None) -> Iterator[F
     for name in sorted({name for curve in curves for line in curve.values() for name in line}):
         values = [[line.get(name, math.nan) for line in curve.values()] for curve in curves]
         scale = max((abs(value) for value in values[1] if math.isfinite(value)), default=0.0)
+        scale = max(scale, SMALL)
         for step, a, b in zip(steps[0], *values, strict=True):
-            difference = 0.0 if a == b or (a != a and b != b) else abs(a - b) / (scale or 1.0)
+            difference = 0.0 if a == b or (a != a and b != b) else abs(a - b) / scale
             difference = math.inf if math.isnan(difference) else difference
             if difference > largest:
                 largest, where = difference, f"{name} of step {step}"
