@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from engines.registry import EngineRegistry
 from tests.workflow.test_manifest import input_of, publish
+from workflow.campaign.plan import CURRENT
 from workflow.campaign.view import find_manifests
 from workflow.cli import app
 from workflow.manifest import MANIFEST, ManifestError
@@ -85,10 +86,17 @@ def campaign(tmp_path):
     (run / "run.json").write_text(
         json.dumps({"stages": [{"manifest": f"../../store/{name}/{MANIFEST}"} for name in "ab"]})
     )
+    (tmp_path / "demo" / CURRENT).write_text(json.dumps({"of": "another version", "runs": {"run": {}}}))
     return tmp_path
 
 
-@pytest.mark.parametrize("path", ["store/b", f"store/b/{MANIFEST}", "demo/run"])
+def test_verify_names_a_plan_that_is_none(campaign):
+    (campaign / "demo" / CURRENT).write_text("{}")
+    code, output = baton("verify", str(campaign / "demo"))
+    assert (code, "not a plan" in output) == (1, True)
+
+
+@pytest.mark.parametrize("path", ["store/b", f"store/b/{MANIFEST}", "demo/run", "demo"])
 def test_verify_hashes_a_result_and_what_it_came_from(campaign, path):
     assert baton("verify", str(campaign / path))[0] == 0
     (campaign / "store/a/model/weights").write_text("altered")

@@ -89,11 +89,19 @@ def find_manifests(path: Path) -> list[Path]:
     if (path / RUN_FILE).is_file():
         return view_manifests(path / RUN_FILE)
     if (path / CURRENT).exists():
-        runs = read_plan((path / CURRENT).resolve()).runs
-        return [manifest for run in runs for manifest in view_manifests(path / run / RUN_FILE)]
+        names = _run_names((path / CURRENT).resolve())
+        return [manifest for run in names for manifest in view_manifests(path / run / RUN_FILE)]
     raise ManifestError(
         f"{path}: no {MANIFEST}, {RUN_FILE} or {CURRENT} there; give a result, a run or a campaign"
     )
+
+
+def _run_names(plan: Path) -> list[str]:
+    """Of the runs of a plan, also of one that another version of the code made: its results can be looked at all the same."""
+    try:
+        return list(json.loads(plan.read_text(encoding="utf-8"))["runs"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ManifestError(f"{plan}: not a plan ({type(error).__name__}: {error})") from None
 
 
 def main() -> int:
