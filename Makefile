@@ -24,7 +24,7 @@ SNAKEMAKE = $(BIN)/snakemake --profile $(PROFILE) --quiet rules --config
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo demo-smollm2 smoke drill test test-slurm slurm-demo check format bench bench-slurm clean
+.PHONY: help demo demo-smollm2 smoke drill test test-slurm drill-slurm slurm-demo check format bench bench-slurm clean
 .DEFAULT_GOAL := help
 
 help: ## what there is
@@ -57,7 +57,11 @@ test: $(VENV)/.full $(VENV)/.browser ## all tests
 test-slurm: $(VENV)/.full ## campaigns on a real SLURM that is started for it, disturbed in every way (root on Debian)
 	@echo "== tests on the test cluster"
 	@$(BIN)/python -m tests.slurm.minicluster install || true
-	$(BIN)/python -m pytest -m slurm tests/slurm -r s
+	$(BIN)/python -m pytest -m slurm tests/slurm -r s --ignore tests/slurm/test_cluster_drill.py
+
+drill-slurm: $(VENV)/.full ## six faults to the jobs, nodes and daemons of the test cluster (root on Debian)
+	@$(BIN)/python -m tests.slurm.minicluster install
+	$(BIN)/python -m pytest -m slurm tests/slurm/test_cluster_drill.py -s
 
 slurm-demo: $(VENV)/.full ## the demo on the test cluster: one run on each of its partitions (root on Debian)
 	@echo "== test cluster"

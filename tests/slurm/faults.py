@@ -97,7 +97,8 @@ class NodeDown(JobFault):
     def effect(self, job: str, node: str) -> tuple[bool, str]:
         """The node comes back when the job is off it."""
         found = super().effect(job, node)
-        self.cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+        # Refused where SLURM took it back by itself.
+        self.cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
         return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -90,14 +89,17 @@ def descendants(root: int, generations: int | None = None) -> list[int]:
 
 
 def drivers(folder: Path) -> list[Driver]:
-    """Who works on the stages of the campaign in ``folder``, heads dead or alive."""
+    """Who works on the stages of the campaign in ``folder`` on this machine, heads dead or alive.
+
+    By number and start (which names the boot), not by host: nodes of a test cluster have names of their own.
+    """
     found = []
     for lock in sorted(folder.glob("results/store/*/*/lock.json")):
         try:
             holder = Holder(**json.loads(lock.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             continue
-        process = process_of(holder.pid) if holder.host == socket.gethostname() else None
+        process = process_of(holder.pid)
         if process is not None and process.started == holder.started:
             found.append(Driver(process, lock.parent))
     return found
