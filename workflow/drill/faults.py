@@ -130,9 +130,17 @@ class CorruptState(Fault):
             name = draw.choice([STATE_FILE, *read_state(state)["files"]])
         except StateError:
             return None
+        whole = (state / name).read_bytes()
         how = damage(state / name, draw)
         before = damage_noticed(campaign, state)
-        return Hit(f"{driver.folder.name}/{state.name}/{name}: {how}", lambda: _seen(campaign, state, before))
+
+        def effect() -> tuple[bool, str]:
+            seen = _seen(campaign, state, before)
+            if not seen[0] and (state / name).exists():
+                (state / name).write_bytes(whole)  # what nobody reads any more would stay damaged for ever
+            return seen
+
+        return Hit(f"{driver.folder.name}/{state.name}/{name}: {how}", effect)
 
 
 def _seen(campaign: Campaign, state: Path, before: int) -> tuple[bool, str]:
