@@ -24,7 +24,7 @@ SNAKEMAKE = $(BIN)/snakemake --profile $(PROFILE) --quiet rules --config
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo demo-smollm2 smoke drill test test-slurm drill-slurm slurm-demo check format bench bench-slurm clean
+.PHONY: help demo demo-smollm2 smoke drill test test-slurm test-drill drill-slurm slurm-demo check format bench bench-slurm clean
 .DEFAULT_GOAL := help
 
 help: ## what there is
@@ -58,6 +58,9 @@ test-slurm: $(VENV)/.full ## campaigns on a real SLURM that is started for it, d
 	@echo "== tests on the test cluster"
 	@$(BIN)/python -m tests.slurm.minicluster install || true
 	$(BIN)/python -m pytest -m slurm tests/slurm -r s --ignore tests/slurm/test_cluster_drill.py
+
+test-drill: $(VENV)/.full ## twelve random faults to a small campaign
+	$(BIN)/python -m pytest -m drill tests/drills
 
 drill-slurm: $(VENV)/.full ## six faults to the jobs, nodes and daemons of the test cluster (root on Debian)
 	@$(BIN)/python -m tests.slurm.minicluster install

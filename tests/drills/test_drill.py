@@ -92,6 +92,7 @@ def test_a_planted_defect_is_found(tmp_path, defect, told):
     assert (tmp_path / "drill" / "disturbed1").exists()  # to be looked at
 
 
+@pytest.mark.drill
 def test_twelve_faults_change_nothing(tmp_path):
     """The command, on the workflow as people start it."""
     words = ("drill", "faults", "--kills", "12", "--seed", "0", "--set", "site=local", "--output", "drill")
