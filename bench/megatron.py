@@ -1,7 +1,7 @@
-"""What converting a model to Megatron's distributed checkpoint and back costs, beside copying its weights.
+"""What Megatron costs here: an update of the engine beside a bare loop, and converting a model beside copying its weights.
 
-The model: a dense Qwen3 of 0.5 GB with random float32 weights. Three things on one rank, each read, written and made durable in the same
-run, the best of three:
+``update`` is bench/megatron_update.py. ``conversion``: a dense Qwen3 of 0.5 GB with random float32 weights. Three things on one rank, each
+read, written and made durable in the same run, the best of three:
 
 - copy: safetensors' own ``load_file`` and ``save_file`` of the same weights;
 - to_megatron, to_hf: the conversion, without imports and without verification.
@@ -19,6 +19,7 @@ import json
 import shutil
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from bench.megatron_update import update
 from engines.checkpoint.store import make_durable
 from workflow.data.tokenizer import save_tokenizer, train_tokenizer
 from workflow.stages.conversion import Measured, convert_checkpoint
@@ -34,16 +36,17 @@ REPEATS = 3
 
 
 def main() -> None:
-    """Measure, and put ``conversion`` into one JSON file, beside what else is in it."""
+    """Measure both, into one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("results/bench/megatron.json"))
     args = parser.parse_args()
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")  # what Megatron says of packages that are not there
+    result = {"update": update()}
     with tempfile.TemporaryDirectory() as folder:
-        result = conversion(Path(folder))
+        result["conversion"] = conversion(Path(folder))
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    known = json.loads(args.output.read_text(encoding="utf-8")) if args.output.exists() else {}
-    args.output.write_text(json.dumps(known | {"conversion": result}, indent=2) + "\n", encoding="utf-8")
+    args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=2))
 
 
