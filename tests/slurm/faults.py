@@ -18,6 +18,9 @@ from workflow.drill.faults import Fault, Hit, Signal, driver_processes, heads, l
 PATIENCE = 120.0
 OUTAGE = 4.0
 """Seconds for which a daemon is gone."""
+GOING = ("RUNNING", "COMPLETING")
+ENDED = ("CANCELLED", "NODE_FAIL", "PREEMPTED", "PENDING")
+"""What SLURM says of a job that something has happened to; pending: it is to start again."""
 
 
 @dataclass
@@ -51,19 +54,19 @@ class JobFault(Fault):
             return None
         job = draw.choice(sorted(running))
         node = self.query(job, "%N")
+        restarts = self.restarts(job)
         self.hit(job, node)
-        return Hit(f"job {job} on {node}", lambda: self.effect(job, node))
+        return Hit(f"job {job} on {node}", lambda: self.effect(job, node, restarts))
 
     def hit(self, job: str, node: str) -> None:
         """Do it."""
         raise NotImplementedError
 
-    def effect(self, job: str, node: str) -> tuple[bool, str]:
-        """The job does not run on, or not in its first start."""
-        restarts = self.restarts(job)
-        until(lambda: self.state(job) != "RUNNING" or self.restarts(job) > restarts, PATIENCE)
-        state = self.state(job)
-        return state not in ("RUNNING", "COMPLETED"), f"the job is {state}"
+    def effect(self, job: str, node: str, restarts: int) -> tuple[bool, str]:
+        """It does not come to its end in this start: SLURM has ended it, or wants to start it again."""
+        until(lambda: self.restarts(job) > restarts or self.state(job) not in GOING, PATIENCE)
+        again, state = self.restarts(job) > restarts, self.state(job)
+        return again or state in ENDED, "the job starts again" if again else f"the job is {state or 'gone'}"
 
     def query(self, job: str, field: str) -> str:
         """What squeue says of a job."""
@@ -94,9 +97,9 @@ class NodeDown(JobFault):
         """scontrol update State=DOWN."""
         self.cluster.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=drill")
 
-    def effect(self, job: str, node: str) -> tuple[bool, str]:
+    def effect(self, job: str, node: str, restarts: int) -> tuple[bool, str]:
         """The node comes back when the job is off it."""
-        found = super().effect(job, node)
+        found = super().effect(job, node, restarts)
         # Refused where SLURM took it back by itself.
         self.cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
         return found

@@ -6,7 +6,6 @@ import contextlib
 import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from workflow.campaign.code import source_root
 from workflow.campaign.plan import CURRENT, Plan, read_plan
-from workflow.drill.processes import Process, drivers, process_of, wait_gone, working_in
+from workflow.drill.processes import Process, drivers, end_all, process_of
 
 DISK_BYTES = 512 * 1024 * 1024
 """Of the small filesystem that can be filled."""
@@ -26,6 +25,10 @@ NICENESS = os.getpriority(os.PRIO_PROCESS, 0)
 """Of this process, as it was started."""
 FILLS = 3
 """Goes at it, while others write."""
+QUIET = 300.0
+"""Seconds after which a campaign that writes nothing is taken to hang, however busy the machine is."""
+LONGEST = 3600.0
+"""Seconds after which one that goes on writing does not come to its end either."""
 
 
 class DrillError(RuntimeError):
@@ -87,18 +90,37 @@ class Campaign:
         """The running head."""
         return process_of(self.head.pid) if self.running else None
 
-    def wait(self, seconds: float) -> int:
-        """The head's exit code.
+    def wait(self) -> int:
+        """The head's exit code, once it has ended.
 
         Raises:
-            DrillError: it has not ended after ``seconds``.
+            DrillError: the campaign hangs.
         """
-        try:
-            return self.head.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise DrillError(
-                f"{self.folder}: the head runs for more than {seconds:.0f} s; see {self.output}"
-            ) from None
+        pulse = Pulse(self)
+        while self.running:
+            pulse.check()
+            time.sleep(0.2)
+        return self.head.returncode
+
+    def until(self, condition: Callable[[], object]) -> bool:
+        """Wait for ``condition``; False when the campaign hangs before it is true."""
+        pulse = Pulse(self)
+        while not condition():
+            if not pulse.beats():
+                return False
+            time.sleep(0.2)
+        return True
+
+    def signs(self) -> tuple[int, int, int]:
+        """What changes whenever a head or a stage writes something. A lock is touched by its holder, at work or not."""
+        count = newest = 0
+        for folder, _, names in os.walk(self.folder / "results"):
+            for name in names:
+                if not name.startswith("lock.json"):
+                    count += 1
+                    with contextlib.suppress(FileNotFoundError):
+                        newest = max(newest, Path(folder, name).stat().st_mtime_ns)
+        return count, newest, self.output.stat().st_size if self.output.exists() else 0
 
     def plan(self) -> Plan:
         """The campaign's plan."""
@@ -107,14 +129,42 @@ class Campaign:
 
     def stop(self) -> None:
         """End every process that works here: the drill is over, or was interrupted."""
-        if self.running:
-            os.killpg(self.head.pid, signal.SIGKILL)
+        end_all(self.folder)
+        if self.head is not None:
             self.head.wait()
-        left = [driver.process for driver in drivers(self.folder)] + working_in(self.folder)
-        for process in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-        wait_gone(left, 10)
+
+
+class Pulse:
+    """Whether a campaign still moves, by what it writes; a time limit would be wrong on a busy machine.
+
+    Args:
+        quiet: seconds without a sign after which it hangs.
+    """
+
+    def __init__(self, campaign: Campaign, quiet: float = QUIET) -> None:
+        self._campaign, self._quiet = campaign, quiet
+        self._begun = self._changed = self._looked = time.monotonic()
+        self._signs = campaign.signs()
+
+    def beats(self) -> bool:
+        """False once it hangs."""
+        now = time.monotonic()
+        if now - self._looked > min(2.0, self._quiet / 4):
+            self._looked = now
+            if (signs := self._campaign.signs()) != self._signs:
+                self._signs, self._changed = signs, now
+        return now - self._changed < self._quiet and now - self._begun < LONGEST
+
+    def check(self) -> None:
+        """Nothing, unless it hangs.
+
+        Raises:
+            DrillError: it does.
+        """
+        if not self.beats():
+            seconds = time.monotonic() - self._changed
+            told = f"nothing was written for {seconds:.0f} s, after {time.monotonic() - self._begun:.0f} s"
+            raise DrillError(f"{self._campaign.folder}: it hangs: {told}; see {self._campaign.output}")
 
 
 def _unhurried() -> None:

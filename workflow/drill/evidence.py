@@ -11,17 +11,15 @@ from workflow.drill.campaign import Campaign
 from workflow.stages.attempts import ATTEMPTS
 
 _NO_SPACE = re.compile(r"No space left|File too large|DiskFull|bytes and [\d,]+ are free|Errno 2[78]\b")
+_ASKED_TO_END = "Will exit after finishing currently running jobs"
+"""What snakemake says of a SIGTERM."""
 _LOUD = re.compile(r" (WARNING|ERROR) ")
 
 
 def starts(folder: Path) -> list[dict]:
     """The lines of a stage's record of attempts; one that was cut short is passed over."""
-    try:
-        lines = (folder / ATTEMPTS).read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
     found = []
-    for line in lines:
+    for line in _lines(folder / ATTEMPTS):
         try:
             found.append(json.loads(line))
         except ValueError:
@@ -39,6 +37,11 @@ def complaints(campaign: Campaign) -> list[str]:
     return [line for line in _said(campaign) if _NO_SPACE.search(line)]
 
 
+def times_asked_to_end(campaign: Campaign) -> int:
+    """How often heads said that they were asked to end."""
+    return sum(_ASKED_TO_END in line for line in _lines(campaign.output))
+
+
 def damage_noticed(campaign: Campaign, state: Path) -> int:
     """How often somebody named the damaged ``state``."""
     name = f"{state.parent.name}/{state.name}/"
@@ -48,7 +51,11 @@ def damage_noticed(campaign: Campaign, state: Path) -> int:
 def _said(campaign: Campaign) -> Iterator[str]:
     logs = sorted(campaign.folder.glob("results/store/*/*/log*.txt"))
     for path in [campaign.output, *logs]:
-        try:
-            yield from path.read_text(encoding="utf-8", errors="replace").splitlines()
-        except FileNotFoundError:
-            continue
+        yield from _lines(path)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []

@@ -12,11 +12,9 @@ from pathlib import Path
 from engines.checkpoint import StateError, StateStore, read_state
 from engines.checkpoint.verify import STATE_FILE
 from workflow.drill.campaign import Campaign, full_disk, until
-from workflow.drill.evidence import complaints, damage_noticed, ends
-from workflow.drill.processes import Driver, Process, descendants, drivers, parent, process_of, wait_gone
+from workflow.drill.evidence import complaints, damage_noticed, ends, times_asked_to_end
+from workflow.drill.processes import Driver, Process, descendants, drivers, parent, process_of
 
-PATIENCE = 300.0
-"""Seconds in which what was hit must show it."""
 HOLD = 10.0
 """Seconds for which the disk stays full, unless something fails before."""
 
@@ -65,7 +63,9 @@ class Signal(Fault):
         if not found:
             return None
         victim = draw.choice(found)
-        before = len(ends(victim.folder)) if victim.folder else 0
+        before = len(ends(victim.folder)) if victim.folder else times_asked_to_end(campaign)
+        if not victim.process.alive:  # a signal to what is dead already would reach its zombie
+            return None
         try:
             os.kill(victim.process.pid, self.number)
         except ProcessLookupError:
@@ -73,16 +73,17 @@ class Signal(Fault):
         return Hit(f"{victim.what}, {victim.process}", lambda: self._effect(campaign, victim, before))
 
     def _effect(self, campaign: Campaign, victim: Victim, before: int) -> tuple[bool, str]:
-        """A kill ends its victim. What is asked to stop may have published before it looked: then nothing was hit."""
-        if wait_gone([victim.process], PATIENCE):
+        """A kill ends its victim. What had published before, or before it looked whether it should stop, was not hit."""
+        if not campaign.until(lambda: not victim.process.alive):
             return False, "lives on"
+        new = ends(victim.folder)[before:] if victim.folder else []
         if self.number == signal.SIGKILL:
-            return True, "died"
-        if victim.folder is None:
-            code = campaign.wait(PATIENCE)
-            return code != 0, f"ended with exit code {code}"
-        new = ends(victim.folder)[before:]
-        return "stopped" in new, f"its start ended: {', '.join(new) or 'unknown'}"
+            return "published" not in new, "had published" if "published" in new else "died"
+        if victim.folder is not None:
+            return "stopped" in new, f"its start ended: {', '.join(new) or 'unknown'}"
+        code = campaign.wait()
+        heard = code == -self.number or times_asked_to_end(campaign) > before
+        return code != 0 and heard, f"ended with exit code {code}"
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,7 @@ class CorruptState(Fault):
             return None
         driver = draw.choice(found)
         os.kill(driver.process.pid, signal.SIGKILL)
-        wait_gone([driver.process], PATIENCE)
-        campaign.wait(4 * PATIENCE)
+        campaign.wait()
         state = StateStore(driver.folder).newest()
         if state is None:
             return None
@@ -146,7 +146,7 @@ class CorruptState(Fault):
 def _seen(campaign: Campaign, state: Path, before: int) -> tuple[bool, str]:
     """Whether the next that reads the state notices, once the command is run again."""
     campaign.start()
-    until(lambda: damage_noticed(campaign, state) > before or not campaign.running, 4 * PATIENCE)
+    campaign.until(lambda: damage_noticed(campaign, state) > before or not campaign.running)
     seen = damage_noticed(campaign, state) > before
     return seen, "its next reader noticed" if seen else "nobody read it"
 

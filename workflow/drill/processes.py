@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -106,7 +108,7 @@ def drivers(folder: Path) -> list[Driver]:
 
 
 def working_in(folder: Path) -> list[Process]:
-    """All processes whose current folder is ``folder`` or below, but for this one."""
+    """All processes whose current folder is ``folder`` or below, but for this one and those of people at a terminal."""
     inside = []
     for link in Path("/proc").glob("[0-9]*/cwd"):
         pid = int(link.parent.name)
@@ -114,9 +116,35 @@ def working_in(folder: Path) -> list[Process]:
             current = link.readlink()
         except OSError:
             continue
-        if pid != os.getpid() and current.is_relative_to(folder) and (process := process_of(pid)):
+        if pid == os.getpid() or not current.is_relative_to(folder) or _has_terminal(pid):
+            continue
+        if process := process_of(pid):
             inside.append(process)
     return inside
+
+
+def end_all(folder: Path, seconds: float = 10.0) -> list[Process]:
+    """SIGKILL for every process that works in ``folder`` or on a stage of a campaign there; returns those that live on."""
+    end = time.monotonic() + seconds
+    while (left := _at_work(folder)) and time.monotonic() < end:
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        wait_gone(left, 1)  # then again: one of them may just have started another
+    return left
+
+
+def _at_work(folder: Path) -> list[Process]:
+    campaigns = [folder, *(path.parent for path in folder.glob("*/results"))]
+    return [driver.process for campaign in campaigns for driver in drivers(campaign)] + working_in(folder)
+
+
+def _has_terminal(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return status.rpartition(") ")[2].split()[4] != "0"
 
 
 def wait_gone(processes: Iterable[Process], seconds: float) -> list[Process]:

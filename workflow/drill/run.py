@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engines.streams import stream_key
-from workflow.drill.campaign import Campaign, DrillError, own_disk
+from workflow.drill.campaign import Campaign, DrillError, Pulse, own_disk
 from workflow.drill.checks import problems
 from workflow.drill.faults import Fault, local_faults
+from workflow.drill.keeper import kept
 from workflow.drill.processes import drivers
 from workflow.drill.watch import PHASES, Moment, Watcher
 
@@ -25,8 +26,6 @@ PER_CAMPAIGN = 12
 AIMED = 1 / 3
 """Share of the faults that wait for a save, a load or a publication; some come too late, and a quarter must be in time."""
 IN_TIME = 1 / 4
-LONGEST = 1800.0
-"""Seconds that an undisturbed command may take."""
 TAKEN = 1 / 2
 """Probability that a phase which is aimed at is hit when it comes: never always the first one after a start."""
 AT_WORK = 3 / 4
@@ -139,11 +138,12 @@ class Drill:
         self.output.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, 0, HASTE)
-        reference = self._reference()
-        while not self.record.enough and len(self.record.rounds) < TRIES + self.kills:
-            self._round(reference)
-            if self.record.rounds[-1].problems:
-                break  # what is different is kept to be looked at
+        with kept(self.output):
+            reference = self._reference()
+            while not self.record.enough and len(self.record.rounds) < TRIES + self.kills:
+                self._round(reference)
+                if self.record.rounds[-1].problems:
+                    break  # what is different is kept to be looked at
         return self.record
 
     def _reference(self) -> Campaign:
@@ -152,11 +152,13 @@ class Drill:
         begun = time.monotonic()
         with self._ended(campaign), Watcher(campaign.folder) as watcher:
             campaign.start()
-            while campaign.running and time.monotonic() - begun < LONGEST:
+            pulse = Pulse(campaign)
+            while campaign.running:
+                pulse.check()
                 for moment in watcher.moments(0.5):
                     if moment.ended is not None:
                         self.record.phases.setdefault(moment.phase, []).append(moment.ended - moment.begun)
-            if campaign.running or campaign.head.returncode != 0:
+            if campaign.head.returncode != 0:
                 raise DrillError(f"the campaign fails without any fault: see {campaign.output}")
         self.record.reference_seconds = time.monotonic() - begun
         self.tell(f"reference: complete after {self.record.reference_seconds:.0f} s")
@@ -214,9 +216,11 @@ class Drill:
 
     def _wait(self, campaign: Campaign, watcher: Watcher, aim: str | None) -> Moment | None:
         """Until the fault is due: a random time, or a random time into the next phase of the kind that is aimed at."""
+        pulse = Pulse(campaign)
         if aim is None:
             if self.draw.random() < AT_WORK:
                 while campaign.running and not drivers(campaign.folder):
+                    pulse.check()
                     watcher.moments(0.2)
             longest = 2 * self.record.reference_seconds / self._share
             end = time.monotonic() + self.draw.uniform(0, longest)
@@ -225,6 +229,7 @@ class Drill:
             return None
         usual = statistics.median(self.record.phases.get(aim) or [0.0])
         while campaign.running:
+            pulse.check()
             for moment in watcher.moments(0.2):
                 if moment.phase == aim and moment.ended is None and self.draw.random() < TAKEN:
                     due = moment.begun + self.draw.uniform(0, usual)
@@ -262,7 +267,7 @@ class Drill:
     def _finish(self, campaign: Campaign) -> Iterator[str]:
         """Run the command until the campaign is complete; nothing disturbs it any more."""
         failures = 0
-        while campaign.wait(LONGEST) != 0:
+        while campaign.wait() != 0:
             failures += 1
             if failures > 3:  # what was hit last may fail once, and what waited for it once more
                 yield f"the command fails though nothing disturbs it any more: see {campaign.output}"
