@@ -148,6 +148,13 @@ def environment_of(entry: Entry, device: str) -> str:
     return entry.environment or {"npu": "ascend"}.get(device, device)
 
 
+def installed_on_top(backends: Iterable[str], device: str) -> list[str]:
+    """Files in env/ with what these engines need on top of the device's environment."""
+    wanted = set(backends)
+    entries = [entry for entry in CATALOGUE if device in entry.devices and wanted & set(entry.backends)]
+    return sorted({entry.on_top for entry in entries} - {""})
+
+
 def what_is_missing(entry: Entry, device: str) -> str:
     """Why ``entry`` cannot run on ``device`` here; empty when it can. Imports nothing that it asks about."""
     required = [

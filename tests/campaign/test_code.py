@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from workflow.campaign.code import code_digest, snapshot, source_commit
+from workflow.campaign.code import code_digest, environment_digest, snapshot, source_commit
 
 
 def git(folder: Path, *words: str) -> str:
@@ -46,3 +46,16 @@ def test_a_snapshot_of_what_is_no_repository_names_no_commit(tmp_path):
     (tmp_path / "file").write_text("")
     commit(tmp_path)
     assert source_commit(copy) is None
+
+
+def test_the_digest_of_an_environment_is_of_all_that_is_installed_in_it(tmp_path):
+    (tmp_path / "env").mkdir()
+    for name in ("torch", "cpu-light", "megatron"):
+        (tmp_path / "env" / f"{name}.txt").write_text("one==1\n")
+    before = [environment_digest(tmp_path, name) for name in ("cpu", "cpu+megatron")]
+    (tmp_path / "env" / "megatron.txt").write_text("one==2\n")
+    after = [environment_digest(tmp_path, name) for name in ("cpu", "cpu+megatron")]
+    assert before[0] == after[0] != before[1] != after[1]
+    (tmp_path / "env" / "torch.txt").write_text("one==2\n")
+    assert environment_digest(tmp_path, "cpu") != after[0]
+    assert environment_digest(tmp_path, "cpu+megatron") != after[1]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.config import AdamWConfig, ConfigError
-from workflow.campaign.code import code_digest, snapshot, source_root
+from workflow.campaign.code import code_digest, environment_digest, snapshot, source_root
 from workflow.campaign.head import plan_campaign, read_options
 from workflow.campaign.plan import PlanError, read_plan, write_plan
 from workflow.campaign.segments import cut_steps
@@ -57,6 +57,17 @@ def test_a_run_does_not_read_what_it_does_not_use():
     assert isinstance(Slice("train", spec_of(plan, "ppo", "train").config).algorithm.optimizer, AdamWConfig)
     with pytest.raises(UndeclaredConfigRead, match="'critic', which this run does not use"):
         _ = Slice("train", spec_of(plan, "grpo", "train").config).critic
+
+
+def test_a_stage_runs_in_what_its_engines_need():
+    plan = plan_of(set="critic.engine.backend=megatron conversion.megatron=true")
+    on_megatron = {"critic": "megatron"}
+    for spec in plan.stages.values():
+        needs = spec.stage == "megatron" or on_megatron.items() <= spec.backends.items()
+        assert spec.environment == ("cpu+megatron" if needs else "cpu"), spec.name
+    ppo = spec_of(plan, "ppo", "train")
+    assert ppo.environment == "cpu+megatron" != spec_of(plan, "grpo", "train").environment
+    assert plan.environments == {key: environment_digest(ROOT, key) for key in ("cpu", "cpu+megatron")}
 
 
 def test_a_slice_survives_json_and_pickle():

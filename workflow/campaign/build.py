@@ -60,11 +60,11 @@ def make_plan(options: CampaignOptions, root: Path) -> tuple[Plan, list[PlannedR
     )
     builder = _Builder(Cutter(campaign.segments, options.recut, read_cuts(campaign.name)))
     planned = {run.name: builder.add_run(run) for run in runs}
-    computed = {spec.device.computed for spec in builder.specs.values()}
+    environments = {spec.environment for spec in builder.specs.values()}
     plan = Plan(
         campaign=campaign.name,
         code=code_digest(root),
-        environments={device: environment_digest(root, device) for device in sorted(computed)},
+        environments={name: environment_digest(root, name) for name in sorted(environments)},
         segments=campaign.segments,
         options=options.model_dump(mode="json", exclude={"plan", "recut"}),
         stages={spec.id: spec for spec in builder.specs.values()},

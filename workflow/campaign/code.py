@@ -35,9 +35,14 @@ def code_digest(root: Path) -> str:
     return hashlib.sha256(canonical_json(names).encode()).hexdigest()
 
 
-def environment_digest(root: Path, device: str) -> str:
-    """Digest of the lock files of a device's environment (those that exist)."""
-    files = [root / name for name in ENVIRONMENTS[device]]
+def environment_digest(root: Path, environment: str) -> str:
+    """Digest of an environment's lock files (those that exist).
+
+    Args:
+        environment: a device key, then what is installed on top: ``cpu``, ``cpu+megatron``.
+    """
+    device, *on_top = environment.split("+")
+    files = [root / name for name in (*ENVIRONMENTS[device], *(f"env/{name}.txt" for name in on_top))]
     names = {path.name: sha256(path) for path in files if path.is_file()}
     return hashlib.sha256(canonical_json(names).encode()).hexdigest()
 

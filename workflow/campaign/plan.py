@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from engines.catalog import installed_on_top
 from engines.config import Config, ConfigError, LayoutConfig, parse
+from workflow.campaign.stages import STAGES
 from workflow.manifest import MANIFEST, Device, Manifest, write_text
 
 RESULTS = Path("results")
@@ -76,6 +78,12 @@ class StageSpec(Config):
         return f"{self.slug}-{self.identity[:8]}"
 
     @property
+    def environment(self) -> str:
+        """Where it runs: the device key that is computed on, and what is installed on top, such as ``cpu+megatron``."""
+        backends = (*self.backends.values(), *STAGES[self.stage].backends)
+        return "+".join([self.device.computed, *installed_on_top(backends, self.device.computed)])
+
+    @property
     def layout_text(self) -> str:
         """The parallel sizes that are not 1, such as dp2 or tp2-dp4-sp; dp1 when all are."""
         short = {
@@ -136,7 +144,7 @@ class Plan(Config):
     code: str
     """Digest of the source that made it."""
     environments: dict[str, str]
-    """Per device key that is computed on, the digest of its environment's lock files."""
+    """Of every environment that a stage runs in, the digest of its lock files."""
     segments: int | Literal["auto"] = 1
     """Into how many segments trainings were asked to be cut."""
     options: dict[str, Any] = {}
@@ -206,7 +214,7 @@ class Plan(Config):
             "world_size": spec.world_size,
             "dtype": spec.dtype,
             "threads": spec.threads,
-            "environment": self.environments[spec.device.computed],
+            "environment": self.environments[spec.environment],
             "code": self.code,
         }
         return Manifest(**planned | found)

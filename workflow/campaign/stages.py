@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from workflow.campaign.schema import RunConfig
+if TYPE_CHECKING:
+    from workflow.campaign.schema import RunConfig
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class Stage:
     """Config paths that it reads and that cannot change its result."""
     roles: tuple[str, ...] = ()
     """Config paths of the engines it runs; empty for stages that no layout and no device can change."""
+    backends: tuple[str, ...] = ()
+    """Engines' frameworks that it needs without running the engines."""
     unused: Callable[[RunConfig], tuple[str, ...]] = lambda config: ()
     """Of ``reads``, the paths that this very run does not need: they are left out, so more runs share the result."""
 
@@ -64,7 +68,7 @@ EVALUATE = Stage(
     roles=("engine",),
 )
 EXPORT = Stage("export", version=1, reads=("export", "model.name", "data.name", "algorithm.name"))
-MEGATRON = Stage("megatron", version=1, reads=(), settings=("conversion",))
+MEGATRON = Stage("megatron", version=1, reads=(), settings=("conversion",), backends=("megatron",))
 
 STAGES = {stage.name: stage for stage in (CONVERT, SFT, TRAIN, EVALUATE, EXPORT, MEGATRON)}
 """Every stage that publishes a manifest, in the order of a run."""

@@ -26,6 +26,10 @@ def _import_megatron() -> None:
     # Megatron puts its own reader of storages in torch's place, and every tensor that is pickled from then on names it: a process
     # without Megatron, such as the controller, could not read what a rank answers.
     torch.storage._load_from_bytes = load_from_bytes
+    # 0.16 asks whether it has a kernel of Transformer Engine by a name that is not there without Transformer Engine.
+    experts = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(experts, "te_general_gemm"):
+        experts.te_general_gemm = None
     # Notices on every model: that it should be built from another class, that its buffers are laid out later.
     for name in ("models.gpt.gpt_model", "distributed.distributed_data_parallel"):
         logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
