@@ -24,7 +24,7 @@ SNAKEMAKE = $(BIN)/snakemake --profile $(PROFILE) --quiet rules --config
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo demo-smollm2 smoke drill test test-slurm test-drill drill-slurm slurm-demo check format bench bench-slurm clean
+.PHONY: help demo demo-smollm2 smoke drill test test-slurm test-megatron-016 test-drill drill-slurm slurm-demo check format bench bench-slurm clean
 .DEFAULT_GOAL := help
 
 help: ## what there is
@@ -58,6 +58,10 @@ test-slurm: $(VENV)/.full ## campaigns on a real SLURM that is started for it, d
 	@echo "== tests on the test cluster"
 	@$(BIN)/python -m tests.slurm.minicluster install || true
 	$(BIN)/python -m pytest -m slurm tests/slurm -r s --ignore tests/slurm/test_cluster_drill.py
+
+test-megatron-016: $(VENV)-megatron-016/.done ## the megatron engine in all its layouts on Megatron-core 0.16, which NPUs need
+	@echo "== tests on Megatron-core 0.16"
+	$(VENV)-megatron-016/bin/python -m pytest -n 2 --dist loadfile -k megatron tests/conformance tests/engines
 
 test-drill: $(VENV)/.full ## twelve random faults to a small campaign
 	$(BIN)/python -m pytest -m drill tests/drills
@@ -101,7 +105,7 @@ bench-slurm: $(VENV)-slurm/.done ## seconds per stage beside Snakemake's stock s
 	$(BIN)/python -m bench.slurm.chain --stock-python $(VENV)-slurm/bin/python
 
 clean: ## remove results and environments
-	rm -rf results .snakemake $(VENV) $(VENV)-trl $(VENV)-slurm
+	rm -rf results .snakemake $(VENV) $(VENV)-trl $(VENV)-slurm $(VENV)-megatron-016
 
 # torch first and alone: resolved together with the rest, pip may choose a build for accelerators.
 $(VENV)/.light: env/torch.txt env/cpu-light.txt pyproject.toml
@@ -149,4 +153,12 @@ $(VENV)-slurm/.done: $(VENV)/.light env/bench-slurm.txt
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 	  > "$$($(VENV)-slurm/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/light.pth"
 	$(VENV)-slurm/bin/pip install --quiet --no-deps -r env/bench-slurm.txt
+	@touch $@
+
+$(VENV)-megatron-016/.done: $(VENV)/.full env/megatron-016.txt
+	@echo "== environment $(VENV)-megatron-016: $(VENV), with another Megatron-core before its own"
+	test -x $(VENV)-megatron-016/bin/python || $(PYTHON) -m venv $(VENV)-megatron-016
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  > "$$($(VENV)-megatron-016/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/full.pth"
+	$(VENV)-megatron-016/bin/pip install --quiet --no-deps -r env/megatron-016.txt
 	@touch $@

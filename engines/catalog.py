@@ -80,7 +80,7 @@ MINDSPEED = replace(
     layout=tuple(key for key in MEGATRON.layout if not key.startswith("expert")),
     auxiliary_losses=False,
 )
-"""No mixtures: the Megatron-core that MindSpeed adapts does not compute them as the engine lays them out."""
+"""No mixtures: what MindSpeed puts in the place of Megatron's experts and their routing was never seen."""
 
 CATALOGUE: tuple[Entry, ...] = (
     Entry("engines.training.fsdp.fsdp2", BOTH, ("fsdp2",), ("cpu", "cuda", "npu"), _HF, "", True, FSDP),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,10 +12,18 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from engines.architectures import max_positions
 from engines.config import EngineConfig, LayoutConfig
 from tests.campaign.layout_examples import EXAMPLE, PAGE, with_output
 from workflow.campaign.layout_memory import BatchShape, estimate, in_flight
-from workflow.campaign.layout_preflight import Question, answer, model_configuration, suggest, what_to_change
+from workflow.campaign.layout_preflight import (
+    Question,
+    answer,
+    model_configuration,
+    spell,
+    suggest,
+    what_to_change,
+)
 from workflow.campaign.layout_sizes import megatron_stages, model_sizes
 from workflow.cli import app
 
@@ -160,18 +169,30 @@ def test_suggested_layouts_are_legal_and_fit(name: str, devices: int, memory: fl
         assert not found.refusal
 
 
-def test_the_guide_and_the_suggestions_agree() -> None:
-    """docs/layouts.md: fsdp2 where it fits, else megatron with the distributed optimizer, experts and stages only where needed."""
-    first = suggest(question("qwen2-7b", 80), 8)[0].engine
-    assert first.backend == "fsdp2"
-    mixture = question("qwen3-30b-a3b", 80)
-    assert suggest(mixture, 16)[0].engine.backend == "megatron"
-    one = replace(mixture, batch=BatchShape(4096, micro_batches=1))
-    assert suggest(one, 16)[0].engine.backend == "fsdp2"
-    largest = suggest(question("qwen3-235b-a22b", 80), 256)[0].engine
-    assert largest.backend == "megatron"
-    assert largest.layout.distributed_optimizer
-    assert largest.layout.expert_parallel_size > 1
+ROW = re.compile(
+    r"^\| .* \| `(?P<name>[\w.-]+)` on (?P<devices>\d+) x (?P<memory>\d+) GB(?:, (?P<micro_batches>\d+) micro-batch)? "
+    r"\| `(?P<engine>engine=[^`]*)` \|$",
+    re.MULTILINE,
+)
+GUIDE = [found.groupdict() for found in ROW.finditer(PAGE.read_text(encoding="utf-8"))]
+
+
+def test_the_guide_tells_every_kind_of_layout() -> None:
+    engines = [row["engine"] for row in GUIDE]
+    assert len(engines) == len(set(engines)) == 7
+    for word in ("fsdp2", "megatron", "tensor_", "pipeline_", "expert_", "activation_checkpointing"):
+        assert any(word in engine for engine in engines)
+
+
+@pytest.mark.parametrize("row", GUIDE, ids=lambda row: f"{row['name']}-{row['devices']}x{row['memory']}")
+def test_the_guide_and_the_suggestions_agree(row: dict[str, str]) -> None:
+    asked = question(row["name"], float(row["memory"]))
+    asked = replace(
+        asked,
+        sequence_length=min(4096, max_positions(asked.config)),
+        batch=BatchShape(4096, micro_batches=int(row["micro_batches"] or 8)),
+    )
+    assert spell(suggest(asked, int(row["devices"]))[0].engine) == row["engine"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from engines.training.batch import PackedBatch
 from engines.training.errors import UnsupportedConfigError
 from engines.training.megatron.attention import Packing
 from engines.training.megatron.cpu import _ANSWERS, on_cpu
-from engines.training.megatron.model import mark_split_weights
+from engines.training.megatron.model import mark_shared_weights
 from engines.training.megatron.parallelize import alignment
 from engines.training.megatron.residency import Parked
 from tests.conformance.subject import Subject
@@ -76,11 +77,12 @@ def test_padding_counts_against_the_budget() -> None:
     assert rules.padded(batch.lengths.tolist()) == [4, 8]
 
 
-def _marks(engine: BaseEngine) -> dict[str, tuple[bool, int] | None]:
+MARKS = ("tensor_model_parallel", "partition_dim", "allreduce")
+
+
+def _marks(engine: BaseEngine) -> dict[str, tuple[Any, ...]]:
     return {
-        name: (parameter.tensor_model_parallel, parameter.partition_dim)
-        if hasattr(parameter, "tensor_model_parallel")
-        else None
+        name: tuple(getattr(parameter, mark, None) for mark in MARKS)
         for name, parameter in engine.chunks[0].named_parameters()
     }
 
@@ -88,15 +90,24 @@ def _marks(engine: BaseEngine) -> dict[str, tuple[bool, int] | None]:
 def _marked_anew(subject: Subject, model: Path) -> tuple[dict, dict]:
     engine = subject.engine(model, forward_only=True)
     first = _marks(engine)
-    for parameter in engine.chunks[0].parameters():
+    for name, parameter in engine.chunks[0].named_parameters():
         if getattr(parameter, "tensor_model_parallel", False):
             del parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride
-    mark_split_weights(engine.chunks[0])
+        if ".experts." in name:
+            parameter.allreduce = True
+    mark_shared_weights(engine.chunks[0])
     return first, _marks(engine)
 
 
-def test_split_weights_are_marked_where_megatron_does_not() -> None:
-    subject = Subject("language_model", "megatron", layout="TP2")
-    for megatrons, ours in subject.run(_marked_anew, subject.model()):
+@pytest.mark.parametrize(
+    ("layout", "family", "experts"),
+    [("TP2", "qwen3", set()), ("TP2+SP", "qwen3-moe", {False}), ("TP2xETP2+SP", "qwen3-moe", {True})],
+)
+def test_what_ranks_share_is_marked_where_megatron_does_not(
+    layout: str, family: str, experts: set[bool]
+) -> None:
+    subject = Subject("language_model", "megatron", layout=layout)
+    for megatrons, ours in subject.run(_marked_anew, subject.model(family)):
         assert ours == megatrons
-        assert {(True, 0), (True, 1)} < {*ours.values()}
+        assert {(True, 0), (True, 1)} < {marks[:2] for marks in ours.values()}
+        assert {marks[2] for name, marks in ours.items() if ".experts." in name} == experts

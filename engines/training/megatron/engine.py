@@ -165,7 +165,7 @@ class MegatronEngine(BaseEngine):
             limit = self.optimizer_config.clip_grad_norm
             if not skipped:
                 if norm > limit:
-                    gradients = [p.grad for p in self.optimizer.get_parameters() if p.grad is not None]
+                    gradients = [p.grad for p in self._stepped() if p.grad is not None]
                     torch._foreach_mul_(gradients, limit / (norm + 1e-6))
                 self.optimizer.step_with_ready_grads()
         return {"grad_norm": (norm, 1.0), "skipped_steps": (float(skipped), 1.0)}
@@ -197,11 +197,13 @@ class MegatronEngine(BaseEngine):
             return [parameter.main_grad for parameter in parameters]
         # Float32 copies of the weights are the optimizer's; what it steps in place is the model's.
         weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-        stepped = [
-            p for p in self.optimizer.get_parameters() if p.untyped_storage().data_ptr() not in weights
-        ]
+        stepped = [p for p in self._stepped() if p.untyped_storage().data_ptr() not in weights]
         states = [state for held in self.weights.held for state in held.kept()]
         return [*(p.data for p in stepped), *states]
+
+    def _stepped(self) -> list[nn.Parameter]:
+        """What the optimizers of dense weights and of experts step."""
+        return [p for part in self.optimizer.chained_optimizers for p in part.get_parameters()]
 
     def export_units(self) -> Iterator[tuple[str, Tensor]]:
         return export_units(self.weights, self.device, self.scope)

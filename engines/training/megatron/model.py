@@ -48,6 +48,19 @@ def read_config(folder: Path, limits: MegatronLimits = MEGATRON) -> PretrainedCo
     return config
 
 
+_PLAIN_ARITHMETIC = {
+    "attention_softmax_in_fp32": True,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "cross_entropy_loss_fusion": False,
+    "persist_layer_norm": False,
+}
+"""The same on every device."""
+
+
 def transformer_config(
     model: PretrainedConfig, layout: LayoutConfig, engine: EngineConfig | None = None
 ) -> TransformerConfig:
@@ -59,7 +72,6 @@ def transformer_config(
     engine = engine or EngineConfig()
     half = engine.dtype == "bfloat16"
     dtype = torch.bfloat16 if half else torch.float32
-    interleaved = layout.virtual_pipeline_parallel_size > 1
     recompute: dict[str, Any] = {}
     if engine.activation_checkpointing:
         recompute = {
@@ -68,50 +80,17 @@ def transformer_config(
             "recompute_num_layers": 1,
         }
     return TransformerConfig(
-        num_layers=model.num_hidden_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.intermediate_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_key_value_heads,
-        kv_channels=head_dim(model),
-        normalization="RMSNorm",
-        layernorm_epsilon=model.rms_norm_eps,
-        qk_layernorm=has_qk_norm(model),
-        add_bias_linear=False,
-        add_qkv_bias=has_qkv_bias(model),
-        gated_linear_unit=True,
-        activation_func=nn.functional.silu,
-        hidden_dropout=0.0,
-        attention_dropout=model.attention_dropout,
+        **_architecture(model),
         **_experts(model, engine.moe_aux_loss_coefficient),
+        **_parallelism(layout),
+        **_PLAIN_ARITHMETIC,
+        **recompute,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=half,
-        attention_softmax_in_fp32=True,
-        tensor_model_parallel_size=layout.tensor_parallel_size,
-        pipeline_model_parallel_size=layout.pipeline_parallel_size,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_parallel_size if interleaved else None,
-        context_parallel_size=layout.context_parallel_size,
-        expert_model_parallel_size=layout.expert_parallel_size,
-        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
-        sequence_parallel=layout.sequence_parallel,
-        # Packed micro-batches differ in length, which only this dispatcher of tokens to experts knows.
-        moe_token_dispatcher_type="alltoall",
-        variable_seq_lengths=layout.pipeline_parallel_size > 1,
-        # Interleaved stages exchange wrong activations unless they overlap, and say nothing.
-        overlap_p2p_comm=interleaved,
-        batch_p2p_comm=not interleaved,
         # All weights are read from files.
         use_cpu_initialization=True,
         perform_initialization=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        cross_entropy_loss_fusion=False,
-        persist_layer_norm=False,
-        **recompute,
     )
 
 
@@ -130,15 +109,16 @@ def build_chunks(
         last = parallel_state.is_pipeline_last_stage(**where)
         stage_number = stage if stages else None
         chunks.append(TokenModel(model, config, model_type, first, last, stage_number))
-        mark_split_weights(chunks[-1])
+        mark_shared_weights(chunks[-1])
     return chunks
 
 
-def mark_split_weights(chunk: nn.Module) -> None:
-    """Mark the weights that tensor parallelism splits, as Megatron does; those that are marked stay as they are.
+def mark_shared_weights(chunk: nn.Module) -> None:
+    """Mark how ranks share the weights, as Megatron does now; what is marked so already stays as it is.
 
-    Before 0.17 it marks only what it initialises itself. Weights without the mark count once for all ranks in the norm of the
-    gradient, so most of the norm would be missing.
+    Before 0.17 it marks as split by tensor parallelism only what it initialises itself. Weights without the mark count once for all
+    ranks in the norm of the gradient, so most of the norm would be missing. And it takes experts for dense weights when they are
+    split in no way: each tensor-parallel rank, which has other tokens, would keep its own gradient of them.
     """
     split = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
     for module in chunk.modules():
@@ -146,6 +126,12 @@ def mark_split_weights(chunk: nn.Module) -> None:
         weight = getattr(module, "weight", None)
         if dimension is not None and weight is not None and not hasattr(weight, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(weight, True, dimension, 1)
+        if getattr(module, "is_expert", False) and weight is not None:
+            sizes = module.config
+            weight.allreduce = (
+                sizes.expert_model_parallel_size == 1
+                and sizes.expert_tensor_parallel_size == sizes.tensor_model_parallel_size
+            )
 
 
 class TokenModel(GPTModel):
@@ -235,6 +221,47 @@ def has_qkv_bias(model: PretrainedConfig) -> bool:
 def is_tied(model: PretrainedConfig) -> bool:
     """Whether the output embedding is the input embedding."""
     return bool(model.tie_word_embeddings)
+
+
+def _architecture(model: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "num_layers": model.num_hidden_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.intermediate_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_key_value_heads,
+        "kv_channels": head_dim(model),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": model.rms_norm_eps,
+        "qk_layernorm": has_qk_norm(model),
+        "add_bias_linear": False,
+        "add_qkv_bias": has_qkv_bias(model),
+        "gated_linear_unit": True,
+        "activation_func": nn.functional.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": model.attention_dropout,
+    }
+
+
+def _parallelism(layout: LayoutConfig) -> dict[str, Any]:
+    interleaved = layout.virtual_pipeline_parallel_size > 1
+    return {
+        "tensor_model_parallel_size": layout.tensor_parallel_size,
+        "pipeline_model_parallel_size": layout.pipeline_parallel_size,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline_parallel_size
+        if interleaved
+        else None,
+        "context_parallel_size": layout.context_parallel_size,
+        "expert_model_parallel_size": layout.expert_parallel_size,
+        "expert_tensor_parallel_size": layout.expert_tensor_parallel_size,
+        "sequence_parallel": layout.sequence_parallel,
+        # Packed micro-batches differ in length, which only this dispatcher of tokens to experts knows.
+        "moe_token_dispatcher_type": "alltoall",
+        "variable_seq_lengths": layout.pipeline_parallel_size > 1,
+        # Interleaved stages exchange wrong activations unless they overlap, and say nothing.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+    }
 
 
 def _experts(model: PretrainedConfig, aux_loss: float) -> dict[str, Any]:
