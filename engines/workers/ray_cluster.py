@@ -15,11 +15,14 @@ import secrets
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import ray
+import ray._private.ray_constants
+import ray._private.utils
 from ray._raylet import AuthenticationTokenLoader, Config
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -40,6 +43,11 @@ from engines.workers.ray_settings import (
     environment,
     signals_held,
 )
+
+REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+"""What asks a driver to stop."""
+RECONNECT_SECONDS = 10
+"""For which a driver looks for Ray's global store before it gives up. It is on the same node; when it is gone, it was killed."""
 
 
 class RayStartError(RuntimeError):
@@ -133,7 +141,7 @@ class RayCluster:
             options = {"num_gpus": gpus, "resources": resources}
             options |= {"_node_name": self.nodes.names[0], "_node_ip_address": self.nodes.address}
         in_job = "SLURM_JOB_ID" in os.environ
-        with _own_sigterm_handler(), signals_held() if in_job else contextlib.nullcontext():
+        with _requests_wait(), signals_held() if in_job else contextlib.nullcontext():
             ray.init(
                 address="local",  # a new instance, whatever RAY_ADDRESS says
                 num_cpus=usable_cpus(),
@@ -141,6 +149,7 @@ class RayCluster:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="error",
+                _system_config={"gcs_rpc_server_reconnect_timeout_s": RECONNECT_SECONDS},
                 _temp_dir=str(self._folder.path / "ray"),
                 **options,
             )
@@ -165,12 +174,12 @@ class RayCluster:
     def _close(self) -> None:
         if self.nodes is not None and not self._keep_logs:
             self.nodes.close()
-        with _own_sigterm_handler():
+        with _requests_wait():
             ray.shutdown()
-        reaper.stop(self._reaper)
-        if not self._keep_logs:
-            shutil.rmtree(self._logs, ignore_errors=True)
-        self._folder.remove(keep="logs" if self._keep_logs and self.nodes is None else None)
+            reaper.stop(self._reaper)
+            if not self._keep_logs:
+                shutil.rmtree(self._logs, ignore_errors=True)
+            self._folder.remove(keep="logs" if self._keep_logs and self.nodes is None else None)
         for name, value in self._environment.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -185,15 +194,30 @@ def _reread_authentication() -> None:
 
 
 @contextlib.contextmanager
-def _own_sigterm_handler() -> Iterator[None]:
-    """Ray installs a SIGTERM handler that drains the node; the process keeps its own, or exits through ``finally``."""
+def _requests_wait() -> Iterator[None]:
+    """While Ray starts or ends, requests to stop are noted, and are answered afterwards by the process's own handlers.
+
+    Ray would replace that of SIGTERM, in Python by one that exits and in C++ by one that aborts. Where there was none, the process
+    exits through ``finally`` from now on. Only in the main thread; elsewhere there are no handlers.
+    """
+    noted: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, lambda number, _: noted.append(number)) for number in REQUESTS}
+    private = ray._private
+    private.ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
+    install, private.utils.set_sigterm_handler = private.utils.set_sigterm_handler, lambda handler: None
     try:
-        before = signal.getsignal(signal.SIGTERM)
         yield
     finally:
-        with contextlib.suppress(ValueError):  # not in the main thread: there was no handler to replace
-            default = before in (signal.SIG_DFL, None)
-            signal.signal(signal.SIGTERM, _exit_on_signal if default else before)
+        private.utils.set_sigterm_handler = install
+        if before[signal.SIGTERM] in (signal.SIG_DFL, None):
+            before[signal.SIGTERM] = _exit_on_signal
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if noted:
+            signal.raise_signal(noted[0])
 
 
 def _exit_on_signal(signum: int, _: object) -> None:

@@ -126,6 +126,31 @@ time.sleep(600)
 """
 
 
+ASKED_ALL_THE_TIME = """
+import os, signal, threading
+from engines.workers.ray_cluster import RayCluster
+asked, up = [], threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: asked.append(up.is_set()))
+def ask():
+    while not up.wait(0.02):
+        os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread(target=ask).start()
+cluster = RayCluster()
+cluster.join()
+up.set()
+assert asked, "nobody heard"
+heard = len(asked)
+os.kill(os.getpid(), signal.SIGTERM)
+assert len(asked) == heard + 1, "the handler was replaced"
+cluster.leave(keep_logs=False)
+"""
+
+
+def test_a_request_to_stop_while_ray_starts_reaches_the_driver_and_aborts_nothing():
+    done = subprocess.run([sys.executable, "-c", ASKED_ALL_THE_TIME], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_survives_a_killed_driver(model, signum):
     driver = subprocess.Popen(

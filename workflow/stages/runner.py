@@ -145,11 +145,18 @@ def run(stage: str, plan_path: Path, key: str, step: int | None = None) -> int:
     if triggers.stop_asked:
         print(f"{stage} {spec.name}: {triggers.way_on}", file=sys.stderr)
         return STOPPED_BY_USER
-    _wait_for(lock, spec)
+    stop = StopRequest()
+    stop.install()
     try:
+        stop.interrupt()
+        _wait_for(lock, spec)
+        stop.will_poll()
         if _published(spec, output) is not None:  # by the process we waited for
             return PUBLISHED
-        return _attempt(plan, spec, step, lock, triggers)
+        return _attempt(plan, spec, step, lock, triggers, stop)
+    except StoppedOnRequest as error:
+        print(f"{stage} {spec.name}: stopped before it began: {error}", file=sys.stderr)
+        return STOPPED
     finally:
         lock.release()
 
@@ -159,10 +166,10 @@ def framework_variables(threads: int) -> dict[str, str]:
     return dict.fromkeys(_THREAD_VARIABLES, str(threads)) | _OFFLINE
 
 
-def _attempt(plan: Plan, spec: StageSpec, step: int | None, lock: FolderLock, triggers: Triggers) -> int:
+def _attempt(
+    plan: Plan, spec: StageSpec, step: int | None, lock: FolderLock, triggers: Triggers, stop: StopRequest
+) -> int:
     """One start, from the record of attempts to the manifest or the record of the failure."""
-    stop = StopRequest()
-    stop.install()
     log_path = Path(spec.log(step))
     attempts = AttemptLog(Path(spec.folder), step, log_path)
     log = _open_log(spec, log_path)
