@@ -18,10 +18,12 @@ import yaml
 
 from tests.support.jobs import ROOT
 from workflow.drill.campaign import Campaign
+from workflow.drill.checks import problems
 from workflow.drill.faults import Signal, damage, driver_processes
 from workflow.drill.processes import working_in
 from workflow.drill.run import Drill, Record
 from workflow.drill.watch import SAVE
+from workflow.rl.metrics import METRICS_FILE, read_metrics
 
 SMALL = {
     "name": "small",
@@ -87,9 +89,30 @@ def test_what_goes_on_as_it_should_passes(tmp_path):
 def test_a_planted_defect_is_found(tmp_path, defect, told):
     record = small_drill(tmp_path, defect)
     assert not record.passed
-    problems = record.rounds[-1].problems
-    assert any(problem.startswith(told) for problem in problems), problems
+    found = record.rounds[-1].problems
+    assert any(problem.startswith(told) for problem in found), found
     assert (tmp_path / "drill" / "disturbed1").exists()  # to be looked at
+
+
+def test_a_step_that_was_cut_while_its_filter_asked_for_more_is_done_again_in_full(tmp_path):
+    """Dynamic sampling: prompts drawn, answered and left out in an unfinished step leave no trace."""
+    filtering = ["algorithm.filter.by=reward", "reward.overlong.buffer=8"]
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(SMALL | {"common": [*SMALL["common"], *filtering]}))
+    reference = SmallCampaign(tmp_path / "reference", [str(path)])
+    killed = SmallCampaign(tmp_path / "killed", [str(path)], defect="killed_in_a_refill")
+    for campaign, codes in ((reference, [0]), (killed, [1, 1, 0])):
+        campaign.folder.mkdir()
+        for code in codes:
+            campaign.start()
+            assert campaign.wait() == code, campaign.output.read_text()
+    assert len(list(killed.folder.glob("killed-in-step*"))) == 2
+    (train,) = killed.folder.glob("results/store/train/*")
+    rounds = [line["filter_rounds"] for line in read_metrics(train / METRICS_FILE)]
+    assert len(rounds) == 6
+    assert rounds[1] > 1
+    assert rounds[4] > 1
+    assert problems(killed, reference) == []
 
 
 @pytest.mark.drill
