@@ -59,9 +59,10 @@ test-slurm: $(VENV)/.full ## campaigns on a real SLURM that is started for it, d
 	@$(BIN)/python -m tests.slurm.minicluster install || true
 	$(BIN)/python -m pytest -m slurm tests/slurm -r s --ignore tests/slurm/test_cluster_drill.py
 
-test-megatron-016: $(VENV)-megatron-016/.done ## the megatron engine in all its layouts on Megatron-core 0.16, which NPUs need
+test-megatron-016: $(VENV)-megatron-016/.done ## the megatron engine in all its layouts, and conversion, on Megatron-core 0.16, which NPUs need
 	@echo "== tests on Megatron-core 0.16"
-	$(VENV)-megatron-016/bin/python -m pytest -n 2 --dist loadfile -k megatron tests/conformance tests/engines
+	$(VENV)-megatron-016/bin/python -m pytest -n 2 --dist loadfile -k "megatron or test_conversion" \
+	  tests/conformance tests/engines tests/stages
 
 test-drill: $(VENV)/.full ## twelve random faults to a small campaign
 	$(BIN)/python -m pytest -m drill tests/drills

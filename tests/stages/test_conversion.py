@@ -1,6 +1,7 @@
 """Conversion to Megatron's distributed checkpoint and back: equal on disk, or nothing is published."""
 
 import json
+import multiprocessing
 import pickle
 import queue
 import re
@@ -140,6 +141,7 @@ def megatron_reads_and_writes(source: Path, converted: Path, rewritten: Path, ki
                 assert torch.equal(unit.read(parameter), expected[unit.name][unit.slices]), unit.name
                 compared += 1
         filesystem_async._results_queue = queue.Queue()  # its own is served by a process more
+        multiprocessing.current_process().daemon = False  # before 0.17 more processes write, which it may start then
         dist_checkpointing.save(chunk.sharded_state_dict(), str(rewritten / RELEASE))
     return compared
 
