@@ -141,7 +141,9 @@ def megatron_reads_and_writes(source: Path, converted: Path, rewritten: Path, ki
                 assert torch.equal(unit.read(parameter), expected[unit.name][unit.slices]), unit.name
                 compared += 1
         filesystem_async._results_queue = queue.Queue()  # its own is served by a process more
-        multiprocessing.current_process().daemon = False  # before 0.17 more processes write, which it may start then
+        multiprocessing.current_process().daemon = (
+            False  # before 0.17 more processes write, which it may start then
+        )
         dist_checkpointing.save(chunk.sharded_state_dict(), str(rewritten / RELEASE))
     return compared
 
