@@ -57,17 +57,19 @@ test: $(VENV)/.full $(VENV)/.browser ## all tests
 test-slurm: $(VENV)/.full ## campaigns on a real SLURM that is started for it, disturbed in every way (root on Debian)
 	@echo "== tests on the test cluster"
 	@$(BIN)/python -m tests.slurm.minicluster install || true
-	$(BIN)/python -m pytest -m slurm tests/slurm -r s --ignore tests/slurm/test_cluster_drill.py
+	$(BIN)/python -m pytest -m slurm tests/slurm -r s
 
 test-megatron-016: $(VENV)-megatron-016/.done ## the megatron engine in all its layouts, and conversion, on Megatron-core 0.16, which NPUs need
 	@echo "== tests on Megatron-core 0.16"
 	$(VENV)-megatron-016/bin/python -m pytest -n 2 --dist loadfile -k "megatron or test_conversion" \
 	  tests/conformance tests/engines tests/stages
 
+# Alone, as it takes both processes of the others.
 test-drill: $(VENV)/.full ## twelve random faults to a small campaign
+	@echo "== twelve faults"
 	$(BIN)/python -m pytest -m drill tests/drills
 
-drill-slurm: $(VENV)/.full ## six faults to the jobs, nodes and daemons of the test cluster (root on Debian)
+drill-slurm: $(VENV)/.full ## of these tests, the drill: six faults to the jobs, nodes and daemons of the test cluster (root on Debian)
 	@$(BIN)/python -m tests.slurm.minicluster install
 	$(BIN)/python -m pytest -m slurm tests/slurm/test_cluster_drill.py -s
 

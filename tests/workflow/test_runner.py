@@ -15,7 +15,7 @@ from workflow.campaign.head import plan_campaign, read_options
 from workflow.campaign.lock import FolderLock
 from workflow.campaign.plan import Plan, write_plan
 from workflow.manifest import MANIFEST, read_manifest
-from workflow.stages.runner import OWN_ERROR, PUBLISHED, REFUSED, TWIN
+from workflow.stages.runner import OWN_ERROR, PUBLISHED, REFUSED, STOPPED, TWIN
 
 
 @pytest.fixture
@@ -142,6 +142,34 @@ def test_a_kill_before_the_manifest_is_there_was_no_publication(project, planned
     assert stage(project, path, spec).returncode == PUBLISHED
     assert ends(spec) == ["killed", "published"]
     assert [a.end for a in read_manifest(Path(spec.manifest())).attempts] == ["killed", "published"]
+
+
+def test_a_request_to_stop_comes_too_late_once_the_manifest_is_there(project, planned):
+    source = project.folder / "workflow" / "stages" / "runner.py"
+    text = source.read_text()
+    line = "    Path(spec.failure(step)).unlink(missing_ok=True)\n    _release("
+    assert text.count(line) == 1
+    source.write_text(text.replace(line, "    os.kill(os.getpid(), 15)\n" + line))
+    plan, _ = plan_campaign(read_options({"campaign": "quick"}), project.folder)
+    path, spec = write_plan(plan, Path("results/quick")), planned[2]
+    done = stage(project, path, spec)
+    assert done.returncode == PUBLISHED, done.stderr
+    assert ends(spec) == ["published"]
+
+
+def test_a_request_to_stop_while_a_stage_waits_for_its_folder_ends_it(project, planned):
+    _, path, spec = planned
+    lock = FolderLock(Path(spec.folder))
+    lock.acquire()
+    command = [sys.executable, "-m", "workflow.stages", "convert", "--plan", str(path), "--id", spec.name]
+    process = subprocess.Popen(command, env=project.environment, stderr=subprocess.PIPE, text=True)
+    assert f"waiting for process {os.getpid()}" in process.stderr.readline()
+    process.terminate()
+    assert process.wait(timeout=60) == STOPPED
+    assert "stopped before it began" in process.stderr.read()
+    assert lock.holder().pid == os.getpid()
+    lock.release()
+    assert not Path(spec.folder, "attempts.jsonl").exists()
 
 
 def test_a_damaged_input_is_refused_by_name_and_the_same_command_makes_it_anew(project, planned):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -94,15 +95,18 @@ class FullDisk(Fault):
     """See own_disk."""
 
     def strike(self, campaign: Campaign, draw: random.Random, folder: Path | None) -> Hit | None:
-        """Fill the disk, and wait."""
+        """Fill the disk."""
         if not drivers(campaign.folder):
             return None
         before = len(complaints(campaign))
-        with full_disk(campaign, self.how):
-            until(lambda: len(complaints(campaign)) > before or not campaign.running, HOLD)
-        return Hit(f"the disk ({self.how})", lambda: self._effect(campaign, before))
+        full = contextlib.ExitStack()
+        full.enter_context(full_disk(campaign, self.how))
+        return Hit(f"the disk ({self.how})", lambda: self._effect(campaign, before, full))
 
-    def _effect(self, campaign: Campaign, before: int) -> tuple[bool, str]:
+    def _effect(self, campaign: Campaign, before: int, full: contextlib.ExitStack) -> tuple[bool, str]:
+        """It is full until somebody complains."""
+        with full:
+            until(lambda: len(complaints(campaign)) > before or not campaign.running, HOLD)
         new = complaints(campaign)[before:]
         return bool(new), new[0][:200] if new else "nobody needed space"
 

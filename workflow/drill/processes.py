@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,16 +95,34 @@ def drivers(folder: Path) -> list[Driver]:
 
     By number and start (which names the boot), not by host: nodes of a test cluster have names of their own.
     """
-    found = []
-    for lock in sorted(folder.glob("results/store/*/*/lock.json")):
-        try:
-            holder = Holder(**json.loads(lock.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
-            continue
-        process = process_of(holder.pid)
-        if process is not None and process.started == holder.started:
-            found.append(Driver(process, lock.parent))
-    return found
+    found = [_driver(lock) for lock in sorted(folder.glob("results/store/*/*/lock.json"))]
+    return [driver for driver in found if driver is not None]
+
+
+def _driver(lock: Path) -> Driver | None:
+    try:
+        holder = Holder(**json.loads(lock.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+    process = process_of(holder.pid)
+    return Driver(process, lock.parent) if process is not None and process.started == holder.started else None
+
+
+@contextlib.contextmanager
+def halted(stage: Path | None) -> Iterator[None]:
+    """Within it the driver of a stage stands still (SIGSTOP): a save is over sooner than a victim is chosen."""
+    driver = _driver(stage / "lock.json") if stage is not None else None
+    if driver is None:
+        yield
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(driver.process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        if driver.process.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(driver.process.pid, signal.SIGCONT)
 
 
 def working_in(folder: Path) -> list[Process]:

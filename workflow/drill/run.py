@@ -18,7 +18,7 @@ from workflow.drill.campaign import Campaign, DrillError, Pulse, own_disk
 from workflow.drill.checks import problems
 from workflow.drill.faults import Fault, local_faults
 from workflow.drill.keeper import kept
-from workflow.drill.processes import drivers
+from workflow.drill.processes import drivers, halted
 from workflow.drill.watch import PHASES, Moment, Watcher
 
 PER_CAMPAIGN = 12
@@ -234,7 +234,8 @@ class Drill:
                 if moment.phase == aim and moment.ended is None and self.draw.random() < TAKEN:
                     due = moment.begun + self.draw.uniform(0, usual)
                     time.sleep(max(due - time.monotonic(), 0))
-                    return moment
+                    if watcher.going_on(moment.phase, moment.folder):
+                        return moment
         return None
 
     def _strike(
@@ -247,14 +248,15 @@ class Drill:
         hits = Counter(one.kind for one in self.record.hits)
         most = 1 + hits.total() / max(len(hits), 1)
         rare = [fault for fault in faults if hits[fault.name] <= most]
-        for fault in sorted(rare, key=lambda fault: (hits[fault.name], self.draw.random())):
-            hit = fault.strike(campaign, self.draw, moment.folder if moment else None)
-            if hit is not None:
-                break
-        else:
-            return False
-        if moment is not None and watcher.going_on(moment.phase, moment.folder):
-            strike.during = moment.phase
+        with halted(moment.folder if moment else None):
+            for fault in sorted(rare, key=lambda fault: (hits[fault.name], self.draw.random())):
+                hit = fault.strike(campaign, self.draw, moment.folder if moment else None)
+                if hit is not None:
+                    break
+            else:
+                return False
+            if moment is not None and watcher.going_on(moment.phase, moment.folder):
+                strike.during = moment.phase
         strike.kind, strike.victim = fault.name, hit.victim
         strike.counted, strike.effect = hit.effect()
         self.record.strikes.append(strike)

@@ -186,6 +186,7 @@ def _attempt(
             raise StageIncomplete(f"{result.steps_done} of {result.steps_planned} steps were done")
         attempts.will_end("published")
         _publish(plan, context, result)
+        stop.will_poll()  # nothing is left that a request could stop
         attempts.end("published")
     except StoppedByUser as error:
         attempts.end("stopped")
