@@ -6,6 +6,8 @@ python -m bench.growth --output results/bench/growth.json
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import math
 import os
@@ -66,20 +68,36 @@ def step_time(group: WorkerGroup) -> dict[str, object]:
 
 
 def memory(group: WorkerGroup, iterations: int) -> dict[str, object]:
-    """Resident bytes after each of ``iterations`` iterations of GRPO (rollout, reward, update, sync)."""
+    """Resident bytes after each of ``iterations`` iterations of GRPO (rollout, reward, update, sync).
+
+    Growth is the slope of a line fitted to the iterations after ``SETTLED``, with its standard error: the lengths of
+    the samples are random, so no two single iterations can be compared.
+    """
     resident = []
     for step in range(iterations):
         iteration(group, step, prompts(step, PROMPTS))
         resident.append(resident_bytes())
-    settled = resident[min(SETTLED, iterations // 2) :]
+    slope, error = fitted_slope(resident[min(SETTLED, iterations // 2) :])
     return {
         "iterations": iterations,
         "first_bytes": resident[0],
-        "settled_bytes": settled[0],
         "last_bytes": resident[-1],
-        "growth_per_iteration_bytes": (settled[-1] - settled[0]) / max(1, len(settled) - 1),
+        "largest_bytes": max(resident),
+        "growth_per_iteration_bytes": slope,
+        "growth_per_iteration_standard_error": error,
         "every_tenth": resident[::10],
     }
+
+
+def fitted_slope(values: list[int]) -> tuple[float, float]:
+    """Slope of the least-squares line through ``values`` at 0, 1, 2 and so on, and the slope's standard error."""
+    y = torch.tensor(values, dtype=torch.float64)
+    x = torch.arange(len(values), dtype=torch.float64)
+    x = x - x.mean()
+    slope = (x * y).sum() / x.square().sum()
+    residuals = y - y.mean() - slope * x
+    error = (residuals.square().sum() / (len(values) - 2) / x.square().sum()).sqrt()
+    return float(slope), float(error)
 
 
 def random_batch(sequences: int) -> PackedBatch:
@@ -97,7 +115,9 @@ def update(group: WorkerGroup, batch: PackedBatch) -> None:
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """Of this process, without what its allocator keeps of freed blocks: that follows the largest batch so far."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 

@@ -24,7 +24,8 @@ from engines.config import ConfigError
 from workflow.campaign.head import RESULTS, Head
 from workflow.campaign.plan import PlanError
 from workflow.campaign.triggers import Triggers
-from workflow.cluster.executor import Failure, StageCommand, StageJobs
+from workflow.cluster.executor import StageJobs
+from workflow.cluster.stage_job import Failure, StageCommand
 
 WAKE_SECONDS = 0.05
 """In which a new job is noticed."""
@@ -74,6 +75,10 @@ class Executor(RemoteExecutor):
             lambda spec: Triggers.of(head.plan, head.folder, spec),
             workflow.executor_settings.warning,
         )
+        try:
+            self._stages.check(head.plan.stages.values())
+        except ConfigError as error:
+            raise WorkflowError(str(error)) from None
         super().__init__(workflow, logger)  # starts the thread that watches
 
     def run_job(self, job: JobExecutorInterface) -> None:

@@ -14,9 +14,10 @@ from workflow.campaign.code import source_root
 from workflow.campaign.head import plan_campaign, read_options
 from workflow.campaign.site import load_site
 from workflow.campaign.triggers import STOP, Triggers
-from workflow.cluster.executor import StageCommand, StageJobs
+from workflow.cluster.executor import StageJobs
 from workflow.cluster.jobs import EndRecord, JobFolder
 from workflow.cluster.launcher import Task
+from workflow.cluster.stage_job import StageCommand
 from workflow.cluster.states import UNKNOWN, FailureClass, JobState, classify
 
 ROOT = source_root()

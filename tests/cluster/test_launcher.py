@@ -7,8 +7,8 @@ import json
 import pytest
 
 from engines.config import ConfigError
-from workflow.cluster.executor import StageCommand
 from workflow.cluster.launcher import unprogressed
+from workflow.cluster.stage_job import StageCommand
 
 
 def record(path, *starts):

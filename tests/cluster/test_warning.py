@@ -12,8 +12,9 @@ from workflow.campaign.code import source_root
 from workflow.campaign.head import plan_campaign, read_options
 from workflow.campaign.pace import SAVED_BYTES, SIGNAL_SLACK
 from workflow.campaign.site import load_site
-from workflow.cluster.executor import WARNING_SECONDS, StageCommand, StageJobs, warning_of
+from workflow.cluster.executor import WARNING_SECONDS, StageJobs, warning_of
 from workflow.cluster.placement import place_stage
+from workflow.cluster.stage_job import StageCommand
 
 ROOT = source_root()
 

@@ -83,6 +83,19 @@ def test_a_dry_run_places_every_stage_by_its_device_key(project):
     assert not Path("results/store").exists()
 
 
+def test_a_stage_without_a_place_is_refused_before_the_first_job(project):
+    text = Path("configs/site/mini.yaml").read_text()
+    Path("configs/site/vague.yaml").write_text(
+        text.replace("name: mini", "name: vague").replace("partition: ascend\n", "partition: unknown\n")
+    )
+    words = ("campaign=demo-slurm", "site=vague")
+    code, output = project.run("--executor", "baton", "--jobs", "9", "--config", *words)
+    assert code != 0
+    assert "site.devices.npu.partition is unknown" in output, output
+    assert not Path("results/.jobs").exists()
+    assert not Path("results/store").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

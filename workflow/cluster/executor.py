@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import fcntl
 import json
-import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from engines.config import ConfigError
@@ -22,16 +21,15 @@ from workflow.campaign.pace import SIGNAL_SLACK, estimated_save, measured_pace, 
 from workflow.campaign.plan import StageSpec
 from workflow.campaign.site import SiteConfig
 from workflow.campaign.triggers import Triggers
-from workflow.cluster.jobs import JobFolder, JobRecord, job_log, published, unpublished
+from workflow.cluster.jobs import JobFolder, job_log, published, unpublished
 from workflow.cluster.launcher import Task
 from workflow.cluster.nodes import expand_nodes
-from workflow.cluster.placement import SbatchRequest, place_stage
+from workflow.cluster.placement import SbatchRequest, check_place, place_stage
 from workflow.cluster.slurm import SlurmLimit, SlurmRefused, SlurmUnavailable, slurm
+from workflow.cluster.stage_job import Failure, StageCommand, StageJob
 from workflow.cluster.states import (
-    RETRIED,
     UNKNOWN,
     FailureClass,
-    JobState,
     StateWatch,
     classify,
     ended_for_memory,
@@ -51,78 +49,6 @@ UNTOLD_SECONDS = 30.0
 WARNING_SECONDS = 2 * SIGNAL_SLACK
 """At least, before the end of a job."""
 ATTEMPTS = "attempts.jsonl"
-
-
-@dataclass
-class Failure:
-    """A stage's job ended without a manifest."""
-
-    kind: FailureClass
-    message: str
-    """With the last lines of the job's log, and where it is."""
-
-    @property
-    def retry(self) -> bool:
-        """Whether a new job can help."""
-        return self.kind in RETRIED
-
-
-@dataclass(eq=False)
-class StageJob:
-    """A stage that is to be published by a SLURM job."""
-
-    spec: StageSpec
-    step: int | None
-    command: StageCommand
-    walltime_seconds: int | None
-    retried: bool
-    """Whether this head has already had a job for it that failed."""
-    folder: JobFolder
-    record: JobRecord | None = None
-    submitted: bool = False
-    state: JobState = field(default_factory=lambda: JobState(UNKNOWN))
-    not_before: float = 0.0
-    """Monotonic time of the next try to submit."""
-    waits: int = 0
-    said: str = ""
-    """Why it waits, when that was said already."""
-    missed: str = ""
-    """Name of a job that SLURM has said not to have."""
-    ended: float | None = None
-    """When it was first seen to have ended without a reason so far."""
-    outcome: Failure | bool | None = None
-    """None while it goes on; True when published."""
-
-    @property
-    def title(self) -> str:
-        """For people."""
-        return f"{self.spec.stage} {self.spec.name}" + ("" if self.step is None else f" step {self.step}")
-
-
-@dataclass(frozen=True)
-class StageCommand:
-    """A rule's shell command, taken apart: ``NAME=VALUE ... python -m workflow.stages ...``."""
-
-    variables: dict[str, str]
-    arguments: list[str]
-
-    @classmethod
-    def read(cls, shell: str) -> StageCommand:
-        """Take a rule's command apart.
-
-        Raises:
-            ConfigError: it is no stage's command.
-        """
-        words = shlex.split(shell)
-        variables = {}
-        while words and "=" in words[0] and words[0].partition("=")[0].isidentifier():
-            name, _, value = words.pop(0).partition("=")
-            variables[name] = value
-        if words[1:3] != ["-m", "workflow.stages"]:
-            raise ConfigError(
-                f"not the command of a stage: {shell!r}; a rule that runs no stage needs localrule: True"
-            )
-        return cls(variables, words[1:])
 
 
 class StageJobs:
@@ -156,6 +82,21 @@ class StageJobs:
 
     def __len__(self) -> int:
         return len(self._jobs)
+
+    def check(self, specs: Iterable[StageSpec]) -> None:
+        """Refuse before the first job what could not be submitted after hours of others.
+
+        Raises:
+            ConfigError: what :func:`workflow.cluster.placement.place_stage` says of the stages, each message once.
+        """
+        refused = {}
+        for spec in specs:
+            try:
+                check_place(spec, self._site, self._warning or warning_of(spec))
+            except ConfigError as error:
+                refused[str(error)] = None
+        if refused:
+            raise ConfigError("\n".join(refused))
 
     def start(
         self,

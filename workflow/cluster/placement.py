@@ -122,6 +122,23 @@ def place_stage(
     )
 
 
+def check_place(spec: StageSpec, site: SiteConfig, warning_seconds: int = SIGNAL_SLACK) -> None:
+    """Whether a stage can be placed at all. Where the site leaves the walltime open, the job's own is asked for later.
+
+    Raises:
+        ConfigError: as :func:`place_stage`.
+    """
+    offered = site.devices.get(site.key_of(spec.device))
+    left_open = offered is not None and offered.walltime in (None, UNKNOWN)
+    place_stage(
+        spec,
+        site,
+        output=Path("job.txt"),
+        walltime_seconds=2 * LARGEST_WARNING if left_open else None,
+        warning_seconds=warning_seconds,
+    )
+
+
 def place(
     name: str,
     device: str,
