@@ -158,7 +158,7 @@ def test_a_job_gets_the_ranks_of_all_process_groups(run, words, ranks):
     config = Slice("train", spec.config)
     started = {
         (role.engine.backend, role.engine.device, role.engine.layout): role.engine.layout.world_size
-        for role in role_specs(config, Path())
+        for role in role_specs(config, Path(), 1)
     }
     assert spec.world_size == sum(started.values()) == ranks
 

@@ -57,7 +57,7 @@ def train_slice(folder: Path, *words: str) -> tuple[Slice, Any]:
 @contextmanager
 def trainer_of(config: Slice, model: Path, run: str = "a run") -> Iterator[PPOTrainer]:
     """A trainer before its first step, of two roles in this process."""
-    with worker_groups(config, model) as groups:
+    with worker_groups(config, model, 1) as groups:
         yield PPOTrainer(
             run=run,
             algorithm=config.algorithm,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from workflow.campaign.identity import Content, Identity, contents, identify
 from workflow.campaign.overrides import override_keys, read_overrides
 from workflow.campaign.paths import cut, replaced
 from workflow.campaign.placement import check_roles, place
-from workflow.campaign.plan import InputRef, Plan, RunPlan, StageSpec
+from workflow.campaign.plan import InputRef, Leg, Plan, RunPlan, StageSpec
 from workflow.campaign.relevance import check_relevant
 from workflow.campaign.schema import CampaignOptions, RunConfig
 from workflow.campaign.segments import Cutter, read_cuts
@@ -131,7 +132,35 @@ def _place_engines(config: RunConfig, model: ModelFacts) -> tuple[RunConfig, dic
     trained = {path: changes[role].engine for path in roles if (role := path.rpartition(".")[0])}
     if "actor.engine" in trained:
         check_roles(trained, devices["actor.engine"], config.site)
-    return config.model_copy(update=changes), devices
+    placed_run = config.model_copy(update=changes)
+    for after in relay_steps(placed_run, trained):
+        _check_relay(placed_run, roles, trained, devices, model, after)
+    return placed_run, devices
+
+
+def relay_steps(config: RunConfig, paths: Iterable[str]) -> list[int]:
+    """The steps after which a role of these engines ("actor.engine") changes its layout."""
+    return sorted({change.after for path in paths for change in getattr(config, _role(path)).relay})
+
+
+def _check_relay(
+    config: RunConfig,
+    roles: Mapping[str, str],
+    trained: Iterable[str],
+    devices: Mapping[str, Device],
+    model: ModelFacts,
+    after: int,
+) -> None:
+    """Refuse layouts that the engines do not compute, or that do not fit the site, before the first of them starts."""
+    if after >= config.algorithm.steps:
+        raise ConfigError(
+            f"relay: after={after}: nothing is left to be done; algorithm.steps={config.algorithm.steps}"
+        )
+    engines = {path: getattr(config, _role(path)).engine_at(after + 1) for path in trained}
+    for path, engine in engines.items():
+        asked = engine.model_copy(update={"device": config.site.key_of(devices[path])})
+        place(asked, roles[path], model, config.site, f"{_role(path)}.relay (after={after})")
+    check_roles(engines, devices["actor.engine"], config.site)
 
 
 @dataclass
@@ -208,6 +237,7 @@ class _Builder:
             cuts = self.cutter.cuts(train, run.config.site, run.model.parameters)
         except ConfigError as error:
             raise ConfigError(f"run {run.name!r}: {error}") from None
+        cuts = sorted({*cuts, *relay_steps(run.config, _engines(TRAIN, run))})
         states = states_bytes(run.model.parameters, trained, kept_states(cuts, run.config.checkpoint.retain))
         self.specs[train.identity] = train.model_copy(update={"cuts": cuts, "forecast_bytes": states})
         return self.specs[train.identity]
@@ -265,11 +295,22 @@ def _prepare(stage: Stage, run: PlannedRun, plain: dict[str, Any]) -> tuple[Cont
         "device": device,
         "layout": layout,
         "world_size": total_ranks(engines) if in_groups else 1,
+        "relay": _legs(run, engines) if stage is TRAIN else [],
         "backends": {"rollout": config.rollout.backend} if stage is EVALUATE else backends,
         "dtype": largest.dtype,
         "threads": _threads(stage, run, device),
     }
     return Content.of(stage, cut(plain, reads)), fields
+
+
+def _legs(run: PlannedRun, engines: Mapping[str, EngineConfig]) -> list[Leg]:
+    """How the roles of a training are laid out after each change."""
+    legs = []
+    for after in relay_steps(run.config, engines):
+        then = {path: getattr(run.config, _role(path)).engine_at(after + 1) for path in engines}
+        largest = max(then.values(), key=lambda engine: engine.layout.world_size)
+        legs.append(Leg(after=after, layout=largest.layout, world_size=total_ranks(then)))
+    return legs
 
 
 def _threads(stage: Stage, run: PlannedRun, device: Device) -> int:

@@ -30,6 +30,7 @@ ADDED = (
     ),
     *(f"algorithm.{key}" for key in ("correction", "filter", "options")),
     "reward.overlong",
+    *(f"{role}.relay" for role in ("actor", "critic", "reference")),
 )
 """Keys that came after results had been published: at their default, results and so identities are those from before."""
 EXECUTION_PATHS = ("rollout.batch_size", "rollout.compact_every", "evaluate.batch_size")
@@ -228,7 +229,7 @@ _CONTENT_PATHS = {
 
 def without_execution(values: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
     """A copy of a slice without what only says how it is computed: what the learning identity sees."""
-    result = dict(values)
+    result = without(values, [path.replace(".engine", ".relay") for path in stage.roles if "." in path])
     for path in stage.roles:
         engine = lookup(result, path)
         if engine is not ABSENT:

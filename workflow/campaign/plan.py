@@ -32,6 +32,15 @@ class InputRef(Config):
     step: int | None = None
 
 
+class Leg(Config):
+    """How a training is laid out from a step on."""
+
+    after: int
+    """Steps that are done before."""
+    layout: LayoutConfig
+    world_size: int
+
+
 class StageSpec(Config):
     """One stage, resolved: all that its job needs to know."""
 
@@ -52,6 +61,8 @@ class StageSpec(Config):
     """Of the role with the most ranks."""
     world_size: int = 1
     """Ranks of all its process groups together."""
+    relay: list[Leg] = []
+    """Training: what takes over from ``layout`` and ``world_size``, in the order of steps."""
     backends: dict[str, str] = {}
     """Engine per role."""
     dtype: str = "float32"
@@ -82,6 +93,13 @@ class StageSpec(Config):
         """Where it runs: the device key that is computed on, and what is installed on top, such as ``cpu+megatron``."""
         backends = (*self.backends.values(), *STAGES[self.stage].backends)
         return "+".join([self.device.computed, *installed_on_top(backends, self.device.computed)])
+
+    def at(self, step: int | None) -> StageSpec:
+        """The same stage with the layout and the ranks of the segment that ends at ``step``."""
+        legs = [leg for leg in self.relay if step is not None and leg.after < step]
+        if not legs:
+            return self
+        return self.model_copy(update={"layout": legs[-1].layout, "world_size": legs[-1].world_size})
 
     @property
     def layout_text(self) -> str:

@@ -13,6 +13,7 @@ from engines.config import (
     CheckpointConfig,
     Config,
     EngineConfig,
+    LayoutConfig,
     RolloutConfig,
 )
 from workflow.campaign.algorithm import AlgorithmConfig
@@ -214,11 +215,34 @@ class TrackingConfig(Config):
     """MLflow into a local folder (needs the package mlflow)."""
 
 
+class LayoutChange(Config):
+    """Another layout, from a step on."""
+
+    after: int = Field(ge=1)
+    """So many steps are done in the layouts before; training is cut there."""
+    layout: LayoutConfig
+    """Parallel sizes, all of them: nothing is taken over from the layout before."""
+
+
 class RoleConfig(Config):
     """What one role has of its own."""
 
     engine: EngineConfig | None = None
     """The role's engine: the run's, with the role's own settings laid over it. Always set in a composed run."""
+    relay: list[LayoutChange] = []
+    """Layouts that take over from engine.layout, one after another; every state reshards. What is learnt stays the same, to rounding."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> RoleConfig:
+        steps = [change.after for change in self.relay]
+        if steps != sorted(set(steps)):
+            raise ValueError(f"relay: after={steps}: each step must be later than the one before")
+        return self
+
+    def engine_at(self, step: int) -> EngineConfig:
+        """The role's engine in the segment that ends at ``step``."""
+        layouts = [change.layout for change in self.relay if change.after < step]
+        return self.engine.model_copy(update={"layout": layouts[-1]}) if layouts else self.engine
 
 
 class RunConfig(Config):

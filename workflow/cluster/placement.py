@@ -112,7 +112,7 @@ def place_stage(
     return place(
         job_name(spec.stage, spec.id, step),
         site.key_of(spec.device),
-        spec.world_size,
+        spec.at(step).world_size,
         site,
         output=output,
         walltime_seconds=walltime_seconds,

@@ -134,6 +134,7 @@ def run(stage: str, plan_path: Path, key: str, step: int | None = None) -> int:
         plan = read_plan(plan_path)
         spec = plan.find(stage, key)
         _check_plan(plan, spec, step)
+        spec = spec.at(step)
     except _BAD_INPUT as error:
         print(f"{stage} {key}: refused: {error}", file=sys.stderr)
         return REFUSED

@@ -37,10 +37,15 @@ def main(context: StageContext) -> StageResult:
     """Train up to ``context.step`` and publish the state there."""
     context.stop.will_poll()
     store = StateStore(context.folder)
-    with worker_groups(context.config, context.input_path("model") / "model") as groups:
-        trainer = new_trainer(context, groups)
-        resume(context, trainer, store)
-        pace = advance(context, trainer, store)
+    done = -1
+    while done < context.step:  # once; again only where the state at a change of layout was lost
+        state = store.newest(at_most=context.step)
+        end = layout_end(context.config, 0 if state is None else read_state(state)["step"], context.step)
+        with worker_groups(context.config, context.input_path("model") / "model", end) as groups:
+            trainer = new_trainer(context, groups)
+            resume(context, trainer, state)
+            pace = advance(context, trainer, store, end)
+        done = end
     if trainer.steps_done != context.step:
         raise TooFewSteps(f"{trainer.steps_done} steps are done, {context.step} were planned")
     planned = context.step - max((cut for cut in context.spec.cuts if cut < context.step), default=0)
@@ -54,10 +59,17 @@ def main(context: StageContext) -> StageResult:
     )
 
 
+def layout_end(config: Slice, begin: int, end: int) -> int:
+    """Up to which step, ``end`` at most, the layouts hold in which the step after ``begin`` is computed."""
+    roles = [role for role in ("actor", "critic", "reference") if role in config.to_json()]
+    changes = [change.after for role in roles for change in getattr(config, role).relay]
+    return min([after for after in changes if after > begin] + [end])
+
+
 @contextmanager
-def worker_groups(config: Slice, model: Path) -> Iterator[dict[str, WorkerGroup]]:
-    """The groups of all roles of the run, with a rollout beside the actor; shut down at the end."""
-    groups = build_groups(role_specs(config, model))
+def worker_groups(config: Slice, model: Path, step: int) -> Iterator[dict[str, WorkerGroup]]:
+    """The groups of all roles in the segment that ends at ``step``, with a rollout beside the actor; shut down at the end."""
+    groups = build_groups(role_specs(config, model, step))
     try:
         groups["actor"].add_rollout(config.rollout, model)
         yield groups
@@ -66,8 +78,12 @@ def worker_groups(config: Slice, model: Path) -> Iterator[dict[str, WorkerGroup]
             group.shutdown()
 
 
-def role_specs(config: Slice, model: Path) -> list[RoleSpec]:
-    """The roles of the run: an actor; a critic where the estimator has one; a reference when there is a KL penalty. All start from ``model``."""
+def role_specs(config: Slice, model: Path, step: int) -> list[RoleSpec]:
+    """The roles of the run: an actor; a critic where the estimator has one; a reference when there is a KL penalty. All start from ``model``.
+
+    Args:
+        step: at which the segment ends; it chooses the layouts.
+    """
     algorithm = config.algorithm
     optimizers = {"actor": algorithm.optimizer.at(algorithm.lr)}
     if algorithm.has_critic:
@@ -85,7 +101,7 @@ def role_specs(config: Slice, model: Path) -> list[RoleSpec]:
             temperature=config.rollout.temperature,
         )
         for role, optimizer in optimizers.items()
-        for engine in [getattr(config, role).engine]
+        for engine in [getattr(config, role).engine_at(step)]
     ]
 
 
@@ -104,9 +120,8 @@ def new_trainer(context: StageContext, groups: dict[str, WorkerGroup]) -> PPOTra
     )
 
 
-def resume(context: StageContext, trainer: PPOTrainer, store: StateStore) -> None:
+def resume(context: StageContext, trainer: PPOTrainer, state: Path | None) -> None:
     """Load the newest verified state at or before the segment's end, if there is one."""
-    state = store.newest(at_most=context.step)
     if state is None:
         context.log.info("starting from the SFT model")
         return
@@ -114,8 +129,8 @@ def resume(context: StageContext, trainer: PPOTrainer, store: StateStore) -> Non
     context.log.info("going on after step %d", trainer.steps_done)
 
 
-def advance(context: StageContext, trainer: PPOTrainer, store: StateStore) -> dict[str, float]:
-    """Iterate until the segment's end; save there, every ``checkpoint.save_every`` steps, and when asked to.
+def advance(context: StageContext, trainer: PPOTrainer, store: StateStore, end: int) -> dict[str, float]:
+    """Iterate until step ``end``; save there, every ``checkpoint.save_every`` steps, and when asked to.
 
     It is asked by signals, and by the files ``save`` and ``stop`` in the run's folder. This one process decides for all ranks, after
     a step.
@@ -130,15 +145,15 @@ def advance(context: StageContext, trainer: PPOTrainer, store: StateStore) -> di
     every = context.config.checkpoint.save_every
     again = damaged_steps(context.folder)  # passed over: now they can be made good
     started, steps, saves = context.attempts.seconds, [], []
-    with context.progress("train", context.step - trainer.steps_done) as bar:
-        while trainer.steps_done < context.step:
+    with context.progress("train", end - trainer.steps_done) as bar:
+        while trainer.steps_done < end:
             begun = time.monotonic()
             metrics = trainer.step()
             steps.append(time.monotonic() - begun)
             context.step_done(trainer.steps_done)  # first: it ends a process whose folder is another's
             log.append(metrics)
             bar.advance(**_shown(metrics))
-            due = trainer.steps_done in {context.step, *again} or (every and trainer.steps_done % every == 0)
+            due = trainer.steps_done in {end, *again} or (every and trainer.steps_done % every == 0)
             save, stop = context.triggers.save_asked, context.triggers.stop_asked
             if due or save or stop or context.stop.requested:
                 begun = time.monotonic()
