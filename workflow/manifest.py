@@ -20,6 +20,8 @@ from engines.checkpoint.store import RELEASED_FILE, make_durable
 from engines.checkpoint.verify import STATE_FILE, sha256
 from engines.config import Config, ConfigError, LayoutConfig, parse
 
+TWIN = ".published.json"
+"""A second name of the published manifest. A workflow engine may remove the first one together with a job that it believes failed."""
 MANIFEST = "manifest.json"
 
 

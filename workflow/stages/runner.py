@@ -28,6 +28,7 @@ from workflow.cluster.states import job_is_final
 from workflow.data.errors import DataError
 from workflow.manifest import (
     MANIFEST,
+    TWIN,
     DeviceSeconds,
     InputRecord,
     Manifest,
@@ -53,8 +54,6 @@ LAST_LINES = 30
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 """A stage reads what its inputs published and asks no server: ``baton stage-in`` is for what has to come from elsewhere."""
-TWIN = ".published.json"
-"""A second name of the published manifest. A workflow engine may remove the first one together with a job that it believes failed."""
 
 WITHDRAWN = "withdrawn.json"
 """Name of the manifest of a result whose bytes were found damaged."""
