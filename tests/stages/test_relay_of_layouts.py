@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,11 @@ COMMON = [
 RELAY = "actor.relay=[{after: 1, layout: {pipeline_parallel_size: 2}}, {after: 2, layout: {data_parallel_size: 2}}]"
 
 
-def planned(folder: Path, segments: int = 1, relay: str = RELAY) -> Plan:
+def planned(folder: Path, segments: int = 1, relay: str = RELAY, further: Sequence[str] = ()) -> Plan:
+    common = [*COMMON, *further]
     runs = {"unchanged": [], "relay": [relay]}
     path = folder / "campaign.yaml"
-    path.write_text(yaml.safe_dump({"name": "layouts", "segments": segments, "common": COMMON, "runs": runs}))
+    path.write_text(yaml.safe_dump({"name": "layouts", "segments": segments, "common": common, "runs": runs}))
     return make_plan(CampaignOptions(campaign=str(path)), ROOT)[0]
 
 
