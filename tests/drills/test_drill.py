@@ -54,6 +54,24 @@ class SmallCampaign(Campaign):
         return [sys.executable, "-m", "tests.drills.head", *self.words, self.defect]
 
 
+@dataclass
+class Refused(Campaign):
+    """Completes at once where it is left alone, and is refused in every other folder."""
+
+    disk: bool = False
+
+    def command(self) -> list[str]:
+        return ["true" if self.folder.name == "reference" else "false"]
+
+
+def test_a_command_that_is_refused_for_ever_is_a_difference(tmp_path):
+    record = Drill([], 5, 0, tmp_path / "drill", make=Refused).run()
+    assert not record.passed
+    (round,) = record.rounds
+    assert round.starts <= 8
+    assert "the command fails though no fault comes in between" in round.problems[0]
+
+
 def small_drill(folder: Path, defect: str) -> Record:
     """A drill that asks the training to stop while it saves, so that another process goes on."""
     campaign = folder / "small.yaml"

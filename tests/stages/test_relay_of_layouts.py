@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,6 +66,15 @@ def test_segments_of_other_layouts_learn_the_same(tmp_path):
     found = {f["part"]: f["verdict"] for f in json.loads(output.read_text())["pairs"][0]["findings"]}
     # Close and not equal: the layouts were really others, which add up in another order.
     assert (found["samples"], found["weights"], found["optimizer"]) == ("equal", "close", "close")
+
+    # The state at a change of layout is lost: the job after it takes the lost step in the layout that it had.
+    folder = tmp_path / specs[1].folder
+    shutil.rmtree(folder / "step000003")
+    for shard in (folder / "step000002").rglob("*.safetensors"):
+        shard.unlink()
+    finish(tmp_path, frozen, "train", specs[1].id, 3)
+    assert read_manifest(tmp_path / specs[1].manifest(3)).files == manifests[2].files
+    assert list((folder / "step000002").rglob("*.safetensors"))
 
 
 def test_a_relay_is_placement_and_cuts_where_it_changes(tmp_path):

@@ -33,6 +33,8 @@ AT_WORK = 3 / 4
 starting heads."""
 HASTE = -10
 """Niceness of the drill, where it may: to see a save that takes milliseconds on a busy machine."""
+AFTERMATH = 3
+"""Starts in a row that may fail without another fault: what was hit last may fail once, and what waited for it once more."""
 TRIES = 10
 """Campaigns, besides one for each fault, after which too few have hit something and the drill ends."""
 
@@ -177,7 +179,7 @@ class Drill:
                     campaign.start()
                     self._disturb(campaign, watcher, number)
                     this.problems += self._finish(campaign)
-                except DrillError as error:  # it hangs
+                except DrillError as error:  # it hangs, or is refused for ever
                     this.problems.append(str(error))
                     campaign.stop()
             this.seconds, this.starts = time.monotonic() - begun, campaign.starts
@@ -188,7 +190,7 @@ class Drill:
 
     def _disturb(self, campaign: Campaign, watcher: Watcher, number: int) -> None:
         faults, begun = self.faults(self.record.disk), time.monotonic()
-        struck = 0
+        struck = failures = 0
         while struck < self._share and not self.record.enough:
             aim = (
                 self.draw.choice(self.phases)
@@ -199,11 +201,18 @@ class Drill:
             if not campaign.running:
                 if campaign.head.returncode == 0:
                     return
+                failures += 1
+                if failures > AFTERMATH:
+                    raise DrillError(
+                        f"the command fails though no fault comes in between: see {campaign.output}"
+                    )
                 campaign.start()
                 continue
+            strikes = len(self.record.strikes)
             struck += self._strike(
                 campaign, watcher, faults, Strike(number, "", time.monotonic() - begun, aim), moment
             )
+            failures = failures if len(self.record.strikes) == strikes else 0
 
     @property
     def _share(self) -> int:
@@ -271,7 +280,7 @@ class Drill:
         failures = 0
         while campaign.wait() != 0:
             failures += 1
-            if failures > 3:  # what was hit last may fail once, and what waited for it once more
+            if failures > AFTERMATH:
                 yield f"the command fails though nothing disturbs it any more: see {campaign.output}"
                 return
             campaign.start()
