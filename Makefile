@@ -51,6 +51,7 @@ drill: $(VENV)/.light $(NEEDED) ## the same campaign left alone and under KILLS 
 test: $(VENV)/.full $(VENV)/.browser ## all tests
 	@echo "== tests"
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+	@$(MAKE) --no-print-directory test-drill
 	@$(MAKE) --no-print-directory test-slurm
 
 # One cluster for all of them, so in one process; skipped, with the reason, where none can run.
