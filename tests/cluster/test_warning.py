@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from engines.config import ConfigError
+from engines.config import ConfigError, LayoutConfig
 from tests.support.fake_campaign import fake_campaign, tell_pace
 from workflow.campaign.code import source_root
 from workflow.campaign.head import plan_campaign, read_options
 from workflow.campaign.pace import SAVED_BYTES, SIGNAL_SLACK
+from workflow.campaign.plan import Leg
 from workflow.campaign.site import load_site
 from workflow.cluster.executor import WARNING_SECONDS, StageJobs, warning_of
 from workflow.cluster.placement import place_stage
@@ -53,3 +54,12 @@ def test_a_save_that_takes_longer_than_a_job_is_refused(plan):
     site = load_site("mini", ROOT / "configs")
     with pytest.raises(ConfigError, match="the state takes too long to save for so short a job"):
         place_stage(train_of(plan), site, output=Path("log"), warning_seconds=warning_of(train_of(plan)))
+
+
+def test_every_segment_has_a_place_or_the_campaign_is_refused_before_its_first_job(plan):
+    jobs = StageJobs(load_site("mini", ROOT / "configs"), Path("results"), ROOT, print, None, None)
+    jobs.check(plan.stages.values())
+    spec = train_of(plan)
+    later = Leg(after=2, layout=LayoutConfig(data_parallel_size=64), world_size=64)
+    with pytest.raises(ConfigError, match=r"a layout of 64 ranks needs 32 nodes"):
+        jobs.check([spec.model_copy(update={"relay": [later]})])

@@ -91,10 +91,11 @@ class StageJobs:
         """
         refused = {}
         for spec in specs:
-            try:
-                check_place(spec, self._site, self._warning or warning_of(spec))
-            except ConfigError as error:
-                refused[str(error)] = None
+            for step in spec.cuts or [None]:  # each segment has the ranks of its own layout
+                try:
+                    check_place(spec, self._site, step, self._warning or warning_of(spec))
+                except ConfigError as error:
+                    refused[str(error)] = None
         if refused:
             raise ConfigError("\n".join(refused))
 

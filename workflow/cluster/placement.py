@@ -122,7 +122,7 @@ def place_stage(
     )
 
 
-def check_place(spec: StageSpec, site: SiteConfig, warning_seconds: int = SIGNAL_SLACK) -> None:
+def check_place(spec: StageSpec, site: SiteConfig, step: int | None, warning_seconds: int) -> None:
     """Whether a stage can be placed at all. Where the site leaves the walltime open, the job's own is asked for later.
 
     Raises:
@@ -134,6 +134,7 @@ def check_place(spec: StageSpec, site: SiteConfig, warning_seconds: int = SIGNAL
         spec,
         site,
         output=Path("job.txt"),
+        step=step,
         walltime_seconds=2 * LARGEST_WARNING if left_open else None,
         warning_seconds=warning_seconds,
     )
