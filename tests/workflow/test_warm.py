@@ -19,9 +19,10 @@ from tests.workflow.conftest import copy_project
 from workflow.campaign.head import plan_campaign, read_options
 from workflow.campaign.lock import process_start
 from workflow.campaign.plan import write_plan
-from workflow.campaign.stage_server import VARIABLE, StageServer
+from workflow.campaign.stage_server import VARIABLE, StageServer, start_stage_server
 from workflow.manifest import read_manifest
 from workflow.stages.runner import OWN_ERROR, PUBLISHED, REFUSED, STOPPED
+from workflow.stages.warm import run_there
 
 SECONDS = 240
 
@@ -312,3 +313,9 @@ def test_a_server_without_a_client_imports_nothing(chain):
     assert "torch" not in Path(f"/proc/{served._process.pid}/maps").read_text()
     served.stop()
     assert served._process.poll() == 0
+
+
+def test_who_sets_the_variable_to_nothing_gets_no_server(monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, "")
+    assert start_stage_server(tmp_path) is None
+    assert run_there(["evaluate"]) is None

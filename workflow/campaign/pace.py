@@ -15,11 +15,11 @@ from workflow.campaign.plan import StageSpec
 from workflow.campaign.schema import RunConfig, default_of
 from workflow.manifest import MANIFEST, Manifest, ManifestError, read_manifest
 
-START_SECONDS, STEP_SECONDS, MEAN_STEP_SECONDS, SAVE_SECONDS = (
-    "start_seconds", "step_seconds", "mean_step_seconds", "save_seconds",
+START_SECONDS, LOAD_SECONDS, STEP_SECONDS, MEAN_STEP_SECONDS, SAVE_SECONDS = (
+    "start_seconds", "load_seconds", "step_seconds", "mean_step_seconds", "save_seconds",
 )  # fmt: skip
-"""What a segment's manifest says (``extra``): before the first step; the slowest step; a step on average, but for the first; the
-slowest save."""
+"""What a segment's manifest says (``extra``): before the first step; of that, verifying and loading the state; the slowest step; a
+step on average, but for the first; the slowest save."""
 SIGNAL_SLACK = 60
 """Seconds by which SLURM may be late with a signal: it looks at time limits once in a while only (man sbatch, --signal)."""
 NEWEST = 4

@@ -13,7 +13,7 @@ from pathlib import Path
 from engines.workers.private_folder import PrivateFolder
 
 VARIABLE = "BATON_STAGE_SERVER"
-"""Environment variable of the jobs: the socket of the head's stage server."""
+"""Environment variable of the jobs: the socket of the head's stage server. A head that finds it set to nothing starts none."""
 _SOCKET = "socket"
 _WAIT_SECONDS = 2.0
 
@@ -57,7 +57,9 @@ class StageServer:
 
 
 def start_stage_server(code: Path) -> StageServer | None:
-    """The server; None, and every stage starts on its own, where none can be."""
+    """The server; None, and every stage starts on its own, where none is wanted or none can be."""
+    if os.environ.get(VARIABLE) == "":
+        return None
     try:
         return StageServer(code)
     except OSError as error:

@@ -18,11 +18,11 @@ from engines.checkpoint import StateError, StateStore, read_state, verify_state
 from engines.checkpoint.verify import STATE_FILE
 from engines.workers.group import WorkerGroup, build_groups
 from engines.workers.spec import RoleSpec
-from workflow.campaign.pace import MEAN_STEP_SECONDS, SAVE_SECONDS, START_SECONDS, STEP_SECONDS
+from workflow.campaign.pace import LOAD_SECONDS, MEAN_STEP_SECONDS, SAVE_SECONDS, START_SECONDS, STEP_SECONDS
 from workflow.campaign.slice import Slice
 from workflow.data import PromptEncoder, load_problems
 from workflow.manifest import MANIFEST, is_released
-from workflow.rl.metrics import METRICS_FILE, MetricsLog, read_metrics
+from workflow.rl.metrics import METRICS_FILE, MetricsLog, Stopwatch, read_metrics
 from workflow.rl.rewards import Rewarder
 from workflow.rl.trainer import PPOTrainer, optimizer_steps
 from workflow.stages.runner import StageContext, StageResult
@@ -36,14 +36,16 @@ class TooFewSteps(RuntimeError):
 def main(context: StageContext) -> StageResult:
     """Train up to ``context.step`` and publish the state there."""
     context.stop.will_poll()
-    store = StateStore(context.folder)
+    store, watch = StateStore(context.folder), Stopwatch()
     done = -1
     while done < context.step:  # once; again only where the state at a change of layout was lost
-        state = store.newest(at_most=context.step)
+        with watch.part("load"):
+            state = store.newest(at_most=context.step)
         end = layout_end(context.config, 0 if state is None else read_state(state)["step"], context.step)
         with worker_groups(context.config, context.input_path("model") / "model", end) as groups:
             trainer = new_trainer(context, groups)
-            resume(context, trainer, state)
+            with watch.part("load"):
+                resume(context, trainer, state)
             pace = advance(context, trainer, store, end)
         done = end
     if trainer.steps_done != context.step:
@@ -55,7 +57,12 @@ def main(context: StageContext) -> StageResult:
         steps_planned=planned,
         steps_done=planned,
         seeds={"seed": context.config.seed},
-        extra={"samples": trainer.samples_seen, "response_tokens": trainer.response_tokens, **pace},
+        extra={
+            "samples": trainer.samples_seen,
+            "response_tokens": trainer.response_tokens,
+            LOAD_SECONDS: watch.seconds["load"],
+            **pace,
+        },
     )
 
 

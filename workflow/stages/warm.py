@@ -49,7 +49,7 @@ _PR_SET_PDEATHSIG = 1
 def run_there(arguments: list[str]) -> int | None:
     """Run ``python -m workflow.stages arguments`` in a fork of the head's server; None when it must run in this process."""
     path = os.environ.get(VARIABLE)
-    if path is None:
+    if not path:
         return None
     server = socket.socket(socket.AF_UNIX)
     passed_on: list[int] = []
