@@ -181,6 +181,26 @@ def test_every_single_bit_counts(tmp_path: Path) -> None:
     assert read_state(path) == good
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_state_is_on_disk_before_it_can_be_seen(damaged, tmp_path: Path, monkeypatch) -> None:
+    """Every file and folder of it, and then its name: no power cut leaves a name without bytes, or takes the name away again."""
+    final = tmp_path / "step000040"
+    if damaged:
+        (save(StateStore(tmp_path), 40) / "state.json").unlink()
+    durable, fsync = set(), os.fsync
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        durable.add((os.fstat(descriptor).st_ino, (final / "state.json").exists()))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    save(StateStore(tmp_path), 40)
+    inside = [final, *final.rglob("*")]
+    assert {path.name for path in inside} == {final.name, "actor", Path(SHARD).name, "state.json"}
+    assert [path for path in inside if (path.stat().st_ino, False) not in durable] == []
+    assert ((final if damaged else tmp_path).stat().st_ino, True) in durable
+
+
 def test_an_intact_state_is_not_replaced(tmp_path: Path) -> None:
     store = StateStore(tmp_path)
     path = save(store, 40)
