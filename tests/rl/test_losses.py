@@ -12,6 +12,7 @@ from engines.training.batch import AGGREGATIONS, PackedBatch, loss_totals, loss_
 from engines.training.schedule import ModelOutputs, merge_metrics
 from workflow.campaign.objectives import POLICY_LOSSES
 from workflow.campaign.schema import AlgorithmConfig
+from workflow.rl.kl import ESTIMATORS
 from workflow.rl.losses import PolicyLoss, SftLoss, ValueLoss
 from workflow.rl.losses.selection import covariances
 
@@ -31,10 +32,17 @@ EXTRAS = {
     "kl": {"place": "loss", "estimator": "k3"},
     "correction": {"weights": "token"},
 }
-LOSSES = [*(policy(name) for name in NAMES), policy(dual_clip=2.0, **EXTRAS), ValueLoss(0.2), SftLoss()]
+PENALTIES = [*ESTIMATORS, *(f"{name}+" for name in ESTIMATORS)]
+LOSSES = [
+    *(policy(name) for name in NAMES),
+    policy(dual_clip=2.0, **EXTRAS),
+    *(policy(kl={"place": "loss", "estimator": estimator}) for estimator in PENALTIES),
+    ValueLoss(0.2),
+    SftLoss(),
+]
 every_policy = pytest.mark.parametrize("name", NAMES)
 every_loss = pytest.mark.parametrize(
-    "loss", LOSSES, ids=[*NAMES, "ppo with everything", "ValueLoss", "SftLoss"]
+    "loss", LOSSES, ids=[*NAMES, "ppo with everything", *PENALTIES, "ValueLoss", "SftLoss"]
 )
 
 
