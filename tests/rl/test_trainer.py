@@ -248,6 +248,33 @@ def test_adaptive_penalty_in_the_loss_moves_its_coefficient(trainer_of):
     assert trainer.state()["kl"] == {"coefficient": pytest.approx(0.1 * 0.98 * 1.02**2)}
 
 
+@pytest.mark.parametrize("rejected", [[1], [0, 1, 2, 3, 4, 5, 6, 7]])
+def test_a_rejected_response_does_not_steer_the_coefficient(trainer_of, kept, monkeypatch, rejected):
+    kl = {"place": "loss", "adaptive": True, "target": 2.0, "horizon": 80, "coefficient": 0.1, "estimator": "abs"}  # fmt: skip
+    trainer = trainer_of(kl=kl, correction={"reject": "mean", "reject_low": 0.9, "reject_high": 1.1})
+    infer = trainer._infer
+
+    def shifted(role, batch):
+        """A reference that is half a nat away everywhere; an actor that did not sample the rejected responses."""
+        found = infer(role, batch)
+        if role == "reference":
+            found["log_probs"] = infer("actor", batch)["log_probs"] + 0.5
+        for i in rejected:
+            found["log_probs"][batch.cu_seqlens[i] : batch.cu_seqlens[i + 1]] += 1.0
+        return found
+
+    monkeypatch.setattr(trainer, "_infer", shifted)
+    trainer.step()
+    lengths = [part.sum().item() for part in kept[0].tokens["loss_mask"].split(kept[0].lengths.tolist())]
+    counted = [0.5 * length for length in lengths if length]
+    assert len(counted) == 8 - len(rejected)
+    factor = 1.0
+    if counted:
+        error = sum(counted) / len(counted) / 2.0 - 1
+        factor += max(-0.2, min(0.2, error)) * len(counted) / 80
+    assert trainer.kl.coefficient == pytest.approx(0.1 * factor)
+
+
 def test_overlong_responses_cost_something(trainer_of, kept):
     plain, penalised = trainer_of(), trainer_of(overlong={"buffer": 5, "penalty": 0.5})
     first, second = plain.step(), penalised.step()

@@ -45,8 +45,7 @@ def rollout(batch: PackedBatch) -> dict[str, float]:
 def before_update(batch: PackedBatch, kl: KLConfig) -> dict[str, float]:
     """What the batch shows before anything learns from it; little when all of it was rejected."""
     chosen = batch.tokens["loss_mask"] > 0
-    kept = per_sequence_sum(batch.tokens["loss_mask"], batch) > 0
-    metrics = {"rejected": 1 - float(kept.double().mean())}
+    metrics = {"rejected": 1 - float(_kept(batch).double().mean())}
     if not bool(chosen.any()):
         return metrics
     if "reference_log_probs" in batch.tokens:
@@ -61,6 +60,11 @@ def before_update(batch: PackedBatch, kl: KLConfig) -> dict[str, float]:
 def divergence(batch: PackedBatch, config: KLConfig) -> Tensor:
     """(tokens,) estimated KL from the reference of the policy that sampled."""
     return kl_estimate(batch.tokens["old_log_probs"], batch.tokens["reference_log_probs"], config.estimator)
+
+
+def response_divergence(batch: PackedBatch, config: KLConfig) -> Tensor:
+    """(responses that were not rejected,) float64: the estimated KL of each, summed over its tokens."""
+    return per_sequence_sum(divergence(batch, config), batch)[_kept(batch)]
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
@@ -87,3 +91,8 @@ def speed(batch: PackedBatch, watch: Stopwatch) -> dict[str, float]:
     total = watch.total()
     parts = {f"seconds/{name}": seconds for name, seconds in watch.seconds.items()}
     return {**parts, "seconds": total, "tokens_per_second": float(batch.tokens["loss_mask"].sum()) / total}
+
+
+def _kept(batch: PackedBatch) -> Tensor:
+    """(sequences,) bool: which responses were not rejected."""
+    return per_sequence_sum(batch.tokens["loss_mask"], batch) > 0

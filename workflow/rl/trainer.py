@@ -24,7 +24,7 @@ from engines.workers.group import WorkerGroup
 from workflow.campaign.schema import AlgorithmConfig, DataConfig, RolloutConfig
 from workflow.data import Problem, PromptEncoder
 from workflow.rl import measure
-from workflow.rl.batches import border, on_last_loss_token, per_sequence_sum, rollout_batch
+from workflow.rl.batches import border, on_last_loss_token, rollout_batch
 from workflow.rl.correction import correct
 from workflow.rl.filtering import Samples, chosen_prompts, informative
 from workflow.rl.kl import KLController
@@ -221,8 +221,9 @@ class PPOTrainer:
     def finish(self, batch: PackedBatch, sampled: PackedBatch) -> None:
         """Close the step's books on what it learnt from and all that was sampled."""
         if self.algorithm.kl.place != "none":
-            per_response = per_sequence_sum(measure.divergence(batch, self.algorithm.kl), batch)
-            self.kl.update(float(per_response.mean()), len(batch))
+            per_response = measure.response_divergence(batch, self.algorithm.kl)
+            if len(per_response):
+                self.kl.update(float(per_response.mean()), len(per_response))
         ids = sampled.tokens["input_ids"].numpy().tobytes()
         self.samples_digest = hashlib.sha256(self.samples_digest.encode() + ids).hexdigest()
         self.samples_seen += len(sampled)
