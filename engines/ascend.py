@@ -13,6 +13,9 @@ CANN_VERSION = "9."
 """How the version of CANN begins that env/ascend.txt goes with."""
 LIBRARY = "libhccl.so"
 """Of CANN; torch_npu is linked with it."""
+DETERMINISTIC = {"HCCL_DETERMINISTIC": "true", "LCCL_DETERMINISTIC": "1", "CLOSE_MATMUL_K_SHIFT": "1"}
+"""Variables by which CANN's libraries add in one order: collectives, also those of LCCL in a server, and matrix products. All other
+kernels follow ``torch.use_deterministic_algorithms``, as it is when a thread launches its first one."""
 _HOMES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 _SETUP = "enter the environment through its set_env.sh (`setup` in the site file)"
 _LOCK = "install env/ascend.txt on top of env/cpu-light.txt"

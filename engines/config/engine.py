@@ -94,7 +94,8 @@ class EngineConfig(Config):
     seed: int | None = Field(None, ge=0)
     """Seed of what an engine draws itself (initial value head, dropout); the run's seed when not set (0 outside of a run)."""
     deterministic: bool = False
-    """Deterministic kernels on accelerators (CPU is always deterministic)."""
+    """Kernels and collectives that add in one order, and an error where there is none, for all roles that share a process with one that
+    asks: slower, see [what is set and what it costs](exactness.md#deterministic-accelerators). Without it only a CPU is deterministic."""
 
 
 class SchedulerConfig(Config):

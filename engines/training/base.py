@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, final
+from typing import Any, ClassVar, NoReturn, final
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from engines.checkpoint.shards import load_shards, write_shards
 from engines.config import EngineConfig, OptimizerConfig
 from engines.streams import stream_key
 from engines.training.batch import MicroBatch, PackedBatch, loss_totals, loss_weights, split_micro_batches
+from engines.training.determinism import compute_deterministically, set_variables
 from engines.training.errors import (
     AdapterNotSupported,
     EngineModeError,
@@ -40,6 +41,8 @@ class BaseEngine(ABC):
 
     model_type: str
     """ "language_model" or "value_model"; set by a subclass."""
+    deterministic_variables: ClassVar[Mapping[str, str]] = {}
+    """Environment variables that the backend's libraries read for ``config.deterministic``, beside those of the device."""
 
     # Set by the backend's ``build``.
     device: torch.device
@@ -145,7 +148,14 @@ class BaseEngine(ABC):
 
     @final
     def initialize(self) -> None:
-        """Build everything, then park what is configured to wait in host memory."""
+        """Build everything, then park what is configured to wait in host memory.
+
+        Raises:
+            DeterminismError: see :func:`engines.training.determinism.compute_deterministically`.
+        """
+        if self.config.deterministic:
+            compute_deterministically(self.config.device)
+            set_variables(self.deterministic_variables, f"backend {self.config.backend}")
         self.build()
         self.module.eval()
         self._apply_learning_rate()

@@ -23,3 +23,7 @@ class AdapterNotSupported(EngineError, NotImplementedError):
 
 class UnsupportedConfigError(EngineError, ValueError):
     """A setting that this backend or device cannot serve; nothing was built."""
+
+
+class DeterminismError(UnsupportedConfigError):
+    """``engine.deterministic`` asks for what this process's environment contradicts, or for what comes too late."""

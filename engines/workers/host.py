@@ -18,6 +18,7 @@ from engines.config import RolloutConfig
 from engines.rollout.base import BaseRollout, Request, Response, SamplingParams
 from engines.sync.naive import NaiveCheckpointEngine
 from engines.training.batch import PackedBatch
+from engines.training.determinism import compute_deterministically
 from engines.training.process_group import init_process_group, local_device
 from engines.training.schedule import LossFunction, Metrics
 from engines.training.worker import TrainingWorker
@@ -42,6 +43,7 @@ class RankHost:
 
     def __init__(self, specs: list[RoleSpec]) -> None:
         self._device = specs[0].engine.device
+        self._deterministic = any(spec.engine.deterministic for spec in specs)
         self._workers = {spec.name: TrainingWorker(spec) for spec in specs}
         self._rollout: BaseRollout | None = None
         self._owns_process_group = False
@@ -50,6 +52,8 @@ class RankHost:
         self, rank: int = 0, world_size: int = 1, store: dist.Store | None = None
     ) -> dict[str, RankPlace]:
         """Join the other ranks and build every role's engine."""
+        if self._deterministic:  # before the device is touched, by anybody
+            compute_deterministically(self._device)
         self._owns_process_group = not dist.is_initialized()
         init_process_group(self._device, rank, world_size, store)
         places = {}

@@ -18,6 +18,7 @@ from engines.rollout.transformers import TransformersRollout
 from engines.streams import stream_key
 from engines.training.base import BaseEngine
 from engines.training.batch import MicroBatch
+from engines.training.determinism import compute_deterministically
 from engines.training.fsdp.engine import ShardedDataParallelEngine
 from engines.training.process_group import local_device
 from engines.training.schedule import ModelOutputs
@@ -37,6 +38,7 @@ NAMED = {
     "engines/training/fsdp/fsdp1.py": "device keys",
     "engines/training/fsdp/fsdp2.py": "device keys",
     "engines/training/megatron/engine.py": "device keys",
+    "engines/training/determinism.py": "device keys",
     "engines/training/process_group.py": "device keys and their collectives",
     "engines/workers/private_folder.py": "where a driver's compiler keeps its results",
     "engines/workers/ray_settings.py": "what Ray calls a device",
@@ -136,6 +138,13 @@ def test_the_megatron_engine_runs_on_another_device(
 ) -> None:
     """But for parking its parts, which empties storages that the device lacks."""
     check(OnMegatron(model_type, "megatron", "npu"))
+
+
+@pytest.mark.usefixtures("npu")
+def test_a_device_in_use_can_no_longer_be_made_deterministic() -> None:
+    with pytest.raises(RankFailed, match=r"used npu before HCCL_DETERMINISTIC, .* could be set") as caught:
+        run_ranks(1, compute_deterministically, "npu", device="npu")
+    assert caught.value.errors[0][0] == "DeterminismError"
 
 
 def generated(folder: Path, device: str) -> list[Response]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import ray
+import torch
 
 from engines.workers import ray_cluster
 from engines.workers.group import build_groups
@@ -57,15 +58,16 @@ def test_ranks_follow_the_nodes_and_both_are_left_clean(nodes, start_part, tmp_p
     part = start_part(nodes)
     stranger = start_part(replace(nodes, token="1" * 64))
     monkeypatch.setenv(VARIABLE, str(tmp_path / "nodes0.json"))
-    group = build_groups(scenario.specs(save_tiny_model(tmp_path / "model"), ranks=2))["actor"]
+    actor, critic = scenario.specs(save_tiny_model(tmp_path / "model"), ranks=2)
+    critic = replace(critic, engine=critic.engine.model_copy(update={"deterministic": True}))
+    group = build_groups([actor, critic])["actor"]
 
-    seen = ray.get(
-        [
-            actor.__ray_call__.remote(lambda _: (ray.util.get_node_ip_address(), os.environ["LOCAL_RANK"]))
-            for actor in group._actors
-        ]
-    )
-    assert seen == [(NAMES[0], "0"), (NAMES[1], "0")]
+    def where(_) -> tuple[str, str, bool]:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return ray.util.get_node_ip_address(), os.environ["LOCAL_RANK"], deterministic
+
+    seen = ray.get([actor.__ray_call__.remote(where) for actor in group._actors])
+    assert seen == [(NAMES[0], "0", True), (NAMES[1], "0", True)]
     assert stranger.wait(60) == 1
     assert "Ray ended here" in stranger.stdout.read()
     assert [node["NodeName"] for node in ray.nodes() if node["Alive"]].count(NAMES[1]) == 1

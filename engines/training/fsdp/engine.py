@@ -43,8 +43,6 @@ class ShardedDataParallelEngine(BaseEngine):
         self._check_config()
         layout = self.config.layout
         self.device = local_device(self.config.device)
-        if self.config.deterministic and self.device.type != "cpu":
-            torch.use_deterministic_algorithms(True)
         self.topology, self.shared = self._groups()
         shards = (layout.shard_size or layout.data_parallel_size) * layout.context_parallel_size
         replicas = layout.world_size // shards

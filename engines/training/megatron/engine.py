@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -39,6 +39,8 @@ class MegatronEngine(BaseEngine):
 
     limits: ClassVar[MegatronLimits] = MEGATRON
     """What it computes."""
+    # Of Transformer Engine: no layer here is of it, and Megatron's deterministic mode refuses its attention without this.
+    deterministic_variables: ClassVar[Mapping[str, str]] = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
     optimizer: MegatronOptimizer | None = None
     chunks: list[TokenModel]
     """This rank's parts of the model, bare; ``module`` holds them with their gradients."""
@@ -50,8 +52,6 @@ class MegatronEngine(BaseEngine):
         model = self._check_config()
         self.device = local_device(self.config.device)
         self.waiting = {}
-        if self.config.deterministic and self.device.type != "cpu":
-            torch.use_deterministic_algorithms(True)
         with self.scope(), warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore"

@@ -88,6 +88,8 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=half,
+        # Embeddings are indexed then: the gradient of torch's look-up is added up in any order.
+        deterministic_mode=engine.deterministic,
         # All weights are read from files.
         use_cpu_initialization=True,
         perform_initialization=False,
