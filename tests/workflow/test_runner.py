@@ -14,8 +14,8 @@ import pytest
 from workflow.campaign.head import plan_campaign, read_options
 from workflow.campaign.lock import FolderLock
 from workflow.campaign.plan import Plan, write_plan
-from workflow.manifest import MANIFEST, read_manifest
-from workflow.stages.runner import OWN_ERROR, PUBLISHED, REFUSED, STOPPED, TWIN
+from workflow.manifest import MANIFEST, TWIN, read_manifest
+from workflow.stages.runner import OWN_ERROR, PUBLISHED, REFUSED, STOPPED
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_what_the_plan_does_not_have_is_refused(project, planned, more):
 
 def test_a_kill_before_the_manifest_is_there_was_no_publication(project, planned):
     _, path, spec = planned
-    source = project.folder / "workflow" / "stages" / "runner.py"
+    source = project.folder / "workflow" / "stages" / "publication.py"
     text = source.read_text()
     line = "    write_manifest(context.output / TWIN, manifest)\n"
     assert text.count(line) == 1

@@ -1,7 +1,8 @@
-"""What computed a result: kinds of hardware, versions. Never names of machines or people. Loads no framework."""
+"""What computed a result, and when: kinds of hardware, versions. Never names of machines or people. Loads no framework."""
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import platform
 import sys
@@ -28,6 +29,11 @@ def package_versions() -> dict[str, str]:
 def hardware() -> Hardware:
     """Kind of CPU, and of accelerator when this process uses one."""
     return Hardware(cpu=_cpu_kind(), accelerator=_accelerator_kind())
+
+
+def timestamp() -> str:
+    """Now, in UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def _cpu_kind() -> str:

@@ -1,48 +1,34 @@
-"""What all stages share: refusal, lock, attempts, signals, log, and the manifest that is published last. Loads no framework."""
+"""What all stages share: an attempt, from the refusal of a plan over lock, signals and log to the publication. Loads no framework."""
 
 from __future__ import annotations
 
-import datetime
 import importlib
 import logging
 import os
 import sys
 import traceback
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from engines.config import ConfigError
 from engines.model_folder import ModelFolderError
-from workflow.campaign.code import code_digest, source_commit, source_root
-from workflow.campaign.identity import Content, Identity, by_content, contents, identify
+from workflow.campaign.code import code_digest, source_root
+from workflow.campaign.identity import Content, Identity, contents, identify
 from workflow.campaign.lock import FolderLock
 from workflow.campaign.paths import cut, lookup
-from workflow.campaign.plan import InputRef, Plan, PlanError, StageSpec, read_plan
+from workflow.campaign.plan import Plan, PlanError, StageSpec, read_plan
 from workflow.campaign.slice import Slice
 from workflow.campaign.stages import STAGES
 from workflow.campaign.triggers import Triggers
 from workflow.cluster.states import job_is_final
 from workflow.data.errors import DataError
-from workflow.manifest import (
-    MANIFEST,
-    TWIN,
-    DeviceSeconds,
-    InputRecord,
-    Manifest,
-    ManifestError,
-    check_files,
-    describe_files,
-    is_released,
-    read_manifest,
-    write_json,
-    write_manifest,
-)
+from workflow.manifest import Manifest, ManifestError, write_json
 from workflow.stages.attempts import AttemptLog
 from workflow.stages.progress import Progress
-from workflow.stages.provenance import hardware, package_versions
+from workflow.stages.provenance import timestamp
+from workflow.stages.publication import StageRefused, publish, published, read_input, segment_before
 from workflow.stages.retention import release_states
 from workflow.stages.stop import StoppedByUser, StoppedOnRequest, StopRequest
 
@@ -54,13 +40,6 @@ LAST_LINES = 30
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 """A stage reads what its inputs published and asks no server: ``baton stage-in`` is for what has to come from elsewhere."""
-
-WITHDRAWN = "withdrawn.json"
-"""Name of the manifest of a result whose bytes were found damaged."""
-
-
-class StageRefused(RuntimeError):
-    """The stage must not run on what it was given."""
 
 
 class StageIncomplete(RuntimeError):
@@ -139,7 +118,7 @@ def run(stage: str, plan_path: Path, key: str, step: int | None = None) -> int:
         return REFUSED
     output = Path(spec.output_folder(step))
     lock = FolderLock(Path(spec.folder), job_is_final=job_is_final, on_lost=_leave)
-    if _published(spec, output) is not None:
+    if published(spec, output) is not None:
         return PUBLISHED
     triggers = Triggers.of(plan, plan_path.parent, spec)
     if triggers.stop_asked:
@@ -151,7 +130,7 @@ def run(stage: str, plan_path: Path, key: str, step: int | None = None) -> int:
         stop.interrupt()
         _wait_for(lock, spec)
         stop.will_poll()
-        if _published(spec, output) is not None:  # by the process we waited for
+        if published(spec, output) is not None:  # by the process we waited for
             return PUBLISHED
         return _attempt(plan, spec, step, lock, triggers, stop)
     except StoppedOnRequest as error:
@@ -185,7 +164,7 @@ def _attempt(
         if result.steps_done < result.steps_planned:
             raise StageIncomplete(f"{result.steps_done} of {result.steps_planned} steps were done")
         attempts.will_end("published")
-        _publish(plan, context, result)
+        publish(plan, context, result)
         stop.will_poll()  # nothing is left that a request could stop
         attempts.end("published")
     except StoppedByUser as error:
@@ -243,27 +222,6 @@ def _check_plan(plan: Plan, spec: StageSpec, step: int | None) -> None:
         )
 
 
-def _published(spec: StageSpec, output: Path) -> Manifest | None:
-    """The manifest of this very stage when it and its files are intact; its first name is restored from the second."""
-    for path in (output / MANIFEST, output / TWIN):
-        try:
-            manifest = read_manifest(path)
-        except ManifestError:
-            continue
-        if manifest.identity == spec.identity and not check_files(output, manifest):
-            if path.name == TWIN:
-                _give_first_name(output)
-            return manifest
-    return None
-
-
-def _give_first_name(output: Path) -> None:
-    temporary = output / f".{MANIFEST}.{os.getpid()}"
-    temporary.unlink(missing_ok=True)
-    os.link(output / TWIN, temporary)
-    temporary.rename(output / MANIFEST)
-
-
 def _wait_for(lock: FolderLock, spec: StageSpec) -> None:
     """Take the folder's lock; while another living process has it (one whose head died), say so and wait for it."""
     said = False
@@ -286,8 +244,8 @@ def _context(
     for name, ref in spec.inputs.items():
         path = Path(plan.input_manifest(ref))
         folders[name] = path.parent
-        inputs[name] = _read_input(plan, name, ref, path)
-    _segment_before(spec, step)
+        inputs[name] = read_input(plan, name, ref, path)
+    segment_before(spec, step)  # must have been published
     output = Path(spec.output_folder(step))
     if step is None:
         output.mkdir(parents=True, exist_ok=True)  # a training state's folder appears with the state
@@ -296,90 +254,6 @@ def _context(
         *(spec, config, inputs, Path(spec.folder), output, step),
         *(stop, triggers, log, attempts, folders),
     )
-
-
-def _read_input(plan: Plan, name: str, ref: InputRef, path: Path) -> Manifest:
-    manifest = read_manifest(path)
-    source = plan.stages[ref.id]
-    if manifest.identity != source.identity or manifest.step != ref.step:
-        raise StageRefused(f"input {name!r}: {path} is of another stage than planned")
-    problems = check_files(path.parent, manifest)
-    if is_released(path.parent):  # looked at last: it may have happened while the files were hashed
-        raise StageRefused(
-            f"input {name!r}: the bytes of {path.parent} were released; remove that folder and run again to compute it anew"
-        )
-    if problems:
-        withdraw(path.parent)
-        raise StageRefused(
-            f"input {name!r}: {problems[0]}; its manifest is withdrawn, so run the same command again to compute it anew"
-        )
-    return manifest
-
-
-def withdraw(folder: Path) -> None:
-    """Set the manifest of a damaged result aside, both of its names: it is no success any more. Its bytes stay."""
-    (folder / TWIN).unlink(missing_ok=True)
-    with suppress(FileNotFoundError):  # another reader was faster
-        (folder / MANIFEST).rename(folder / WITHDRAWN)
-
-
-def _publish(plan: Plan, context: StageContext, result: StageResult) -> None:
-    spec, stage = context.spec, STAGES[context.spec.stage]
-    spent = context.attempts.device_seconds(spec.world_size)
-    manifest = plan.manifest_of(
-        spec,
-        step=context.step,
-        config=by_content(cut(spec.config, stage.reads)),
-        inputs=_input_records(context),
-        files=describe_files(context.output, result.files),
-        steps_planned=result.steps_planned,
-        steps_done=result.steps_done,
-        seeds=result.seeds,
-        packages=package_versions(),
-        hardware=hardware(),
-        git_commit=source_commit(source_root()),
-        attempts=context.attempts.all(),
-        device_seconds=spent
-        if result.device_seconds is None
-        else DeviceSeconds(used=result.device_seconds, lost=spent.lost),
-        metrics=result.metrics,
-        extra=result.extra,
-        created=_now(),
-    )
-    write_manifest(context.output / TWIN, manifest)
-    _give_first_name(context.output)
-
-
-def _input_records(context: StageContext) -> dict[str, InputRecord]:
-    """The inputs, and for training the state at which the segment before this one ended."""
-    spec = context.spec
-    sources = {
-        name: (ref, context.input_path(name), context.inputs[name]) for name, ref in spec.inputs.items()
-    }
-    if before := _segment_before(spec, context.step):
-        sources["state"] = before
-    return {
-        name: InputRecord(
-            stage=manifest.stage,
-            id=ref.id,
-            step=ref.step,
-            manifest=os.path.relpath(folder / MANIFEST, context.output),
-            digest=manifest.digest,
-        )
-        for name, (ref, folder, manifest) in sources.items()
-    }
-
-
-def _segment_before(spec: StageSpec, step: int | None) -> tuple[InputRef, Path, Manifest] | None:
-    """Training: the reference, folder and manifest of the state at which the segment before this one ended.
-
-    Its files are not hashed: they may be released, and training verifies the state that it goes on from.
-    """
-    earlier = [cut for cut in spec.cuts if cut < (step or 0)]
-    if not earlier:
-        return None
-    folder = Path(spec.output_folder(earlier[-1]))
-    return InputRef(id=spec.id, step=earlier[-1]), folder, read_manifest(folder / MANIFEST)
 
 
 def _release(plan: Plan, spec: StageSpec, log: logging.Logger) -> None:
@@ -409,7 +283,7 @@ def _record_failure(
         "message": str(error),
         "log": str(log_path),
         "last_lines": last,
-        "created": _now(),
+        "created": timestamp(),
     }
     write_json(Path(spec.failure(step)), record)
 
@@ -424,7 +298,3 @@ def _open_log(spec: StageSpec, path: Path) -> logging.Logger:
     terminal.setFormatter(logging.Formatter(f"{spec.stage} {spec.slug}: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[file, terminal], force=True)
     return logging.getLogger(f"baton.{spec.stage}")
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
