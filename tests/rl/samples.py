@@ -27,6 +27,16 @@ class Sequence:
         return [t for t, m in enumerate(self.mask) if m]
 
 
+def with_foreign_text(s: Sequence, at: int) -> Sequence:
+    """The sample with what the policy did not write: two tokens at place ``at`` (a tool's answer) and one at its end."""
+
+    def stretched(values: list, foreign: float) -> list:
+        return [*values[:at], foreign, foreign, *values[at:], foreign]
+
+    fields = {name: stretched(field, 0.0 if name == "rewards" else 9.0) for name, field in s.fields.items()}
+    return Sequence(stretched(s.mask, 0), fields, s.group, s.baseline, s.score)
+
+
 def pack(sequences: list[Sequence]) -> PackedBatch:
     """The sequences end to end; rewards in float64, as the trainer has them."""
     tokens = {

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.rl.samples import Sequence, batches, pack, unpack
+from tests.rl.samples import Sequence, batches, pack, unpack, with_foreign_text
 from workflow.campaign.objectives import ADVANTAGES
 from workflow.campaign.schema import AlgorithmConfig
 from workflow.rl.advantages import EPSILON, whiten
@@ -190,11 +190,8 @@ def test_packing_order_padding_and_rejected_rows_change_nothing(name, data):
     changed, kept = [], []
     for i in order:
         s = sequences[i]
-        at = data.draw(st.integers(1, len(s.mask)))  # a tool's answer: credit passes across it
-        fields = {
-            n: f[:at] + [0.0 if n == "rewards" else 9.0] * 2 + f[at:] + [0.0] for n, f in s.fields.items()
-        }
-        changed.append(Sequence([*s.mask[:at], 0, 0, *s.mask[at:], 0], fields, s.group, s.baseline, s.score))
+        at = data.draw(st.integers(1, len(s.mask)))
+        changed.append(with_foreign_text(s, at))
         kept.append([t if t < at else t + 2 for t in range(len(s.mask))])
     rejected = Sequence([0, 0], {"rewards": [0.0, 0.0], "old_values": [9.0, 9.0]}, group=0, baseline=9.0)
     found = estimate([*changed, rejected], config)

@@ -218,6 +218,43 @@ def test_metrics_are_sums_over_loss_tokens():
         assert metrics[name] == pytest.approx(((field * mask).sum().item(), mask.sum().item()), rel=1e-5)
 
 
+@every_policy
+def test_every_metric_is_its_definition(name):
+    """Sums over loss tokens; what is counted as clipped has lost its gradient to the clip."""
+    loss = policy(name)
+    batch, outputs = random_batch([9, 5, 12, 7, 3])
+    batch = selected(loss, batch, outputs)
+    _, metrics = evaluate(loss, batch, outputs)
+    expected = dict.fromkeys(metrics, 0.0)
+    for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
+        rows = [t for t in range(start, end) if batch.tokens["loss_mask"][t]]
+        chosen = batch.tokens.get("selected", torch.zeros(batch.num_tokens))
+        columns = (outputs[0], batch.tokens["old_log_probs"], batch.tokens["advantages"], chosen)
+        values = [[column[t].item() for t in rows] for column in columns]
+        pairs = SLOW[name](*values, loss.algorithm) if rows else []
+        for t, new, old, a, c, (term, slope) in zip(rows, *values, pairs, strict=True):
+            ratio = math.exp(new - old)
+            clipped_ = slope == 0 and not c if name != "cispo" else not 0.8 <= ratio <= 1.3
+            low, high = (ratio < 0.8, ratio > 1.3) if name == "cispo" else (a < 0, a > 0)
+            of_token = {
+                "policy_loss": term,
+                "entropy": outputs[1, t].item(),
+                "ratio": ratio,
+                "ratio_deviation": abs(ratio - 1),
+                "approx_kl": ratio - 1 - (new - old),
+                "clip_fraction_low": clipped_ and low,
+                "clip_fraction_high": clipped_ and high,
+                "selected": c,
+                "gate": -term / a,
+            }
+            for key in expected:
+                expected[key] += of_token[key]
+    count = batch.tokens["loss_mask"].sum().item()
+    for key, total in expected.items():
+        assert metrics[key] == pytest.approx((total, count), rel=1e-4), key
+    assert all(expected[key] > 0 for key in expected if "clip" in key)
+
+
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 @settings(deadline=None, max_examples=20)
 @given(
@@ -235,12 +272,14 @@ def test_selection_is_its_definition_in_any_order(name, lengths, seed, shuffle):
     tokens = [t for t, m in enumerate(mask) if m]
     means = [sum(f[t] for t in tokens) / max(len(tokens), 1) for f in (new, a)]
     covariance = {t: (new[t] - means[0]) * (a[t] - means[1]) for t in tokens}
+    rounded = {t: torch.tensor(c, dtype=torch.float32).item() for t, c in covariance.items()}
     if name == "kl_cov":
-        able, order = tokens, {t: -c for t, c in covariance.items()}
+        able, order = tokens, {t: (-rounded[t], noise[t]) for t in tokens}
     else:
         ratio = {t: math.exp(new[t] - old[t]) for t in tokens}
         clipped_ = {t for t in tokens if (ratio[t] < 0.8 and a[t] < 0) or (ratio[t] > 1.3 and a[t] > 0)}
-        able, order = [t for t in tokens if 0.1 < covariance[t] < 0.9 and t not in clipped_], noise
+        able = [t for t in tokens if 0.1 < covariance[t] < 0.9 and t not in clipped_]
+        order = {t: (noise[t], rounded[t]) for t in tokens}
     expected = set(sorted(able, key=lambda t: order[t])[: max(int(0.2 * len(tokens)), 1)])
     found = loss.select(batch, outputs[0]).tokens["selected"]
     assert set(found.nonzero().flatten().tolist()) == expected
@@ -249,6 +288,34 @@ def test_selection_is_its_definition_in_any_order(name, lengths, seed, shuffle):
     rows = batch.token_rows(indices)
     reordered = loss.select(batch.select(indices), outputs[0][rows]).tokens["selected"]
     assert torch.equal(reordered, found[rows])
+
+
+def test_equal_noise_is_told_apart_in_any_order():
+    loss = policy("clip_cov", covariance={"share": 0.1, "low": -9.0, "high": 9.0})
+    batch, outputs = random_batch([6] * 4)
+    batch.tokens["noise"][:] = 0.5
+    found = loss.select(batch, outputs[0]).tokens["selected"]
+    assert found.any()
+    rows = batch.token_rows([2, 0, 3, 1])
+    reordered = loss.select(batch.select([2, 0, 3, 1]), outputs[0][rows]).tokens["selected"]
+    assert torch.equal(reordered, found[rows])
+
+
+def test_equal_covariances_are_told_apart_in_any_order():
+    """Two loss tokens alone have one covariance, whatever their values; and so have equal tokens of equal responses."""
+    loss = policy("kl_cov")
+    for lengths, seed in (([2, 2], 2), ([2, 2], 5), ([2] * 10, 0)):
+        batch, outputs = random_batch(lengths, seed)
+        batch.tokens["loss_mask"][1::2] = 1.0
+        if len(lengths) > 2:
+            batch.tokens["advantages"][:] = torch.tensor([1.0, 0.0]).repeat_interleave(10)
+            outputs[0] = torch.tensor([-1.0, 0.0]).repeat_interleave(10)
+        found = loss.select(batch, outputs[0]).tokens["selected"]
+        assert found.sum() == max(int(0.2 * len(lengths)), 1)
+        for indices in (range(len(lengths) - 1, -1, -1), [*range(1, len(lengths)), 0]):
+            rows = batch.token_rows(list(indices))
+            reordered = loss.select(batch.select(list(indices)), outputs[0][rows]).tokens["selected"]
+            assert torch.equal(reordered, found[rows])
 
 
 def test_covariances_over_a_batch_without_loss_tokens_are_finite():
@@ -273,16 +340,21 @@ def test_policies_far_apart_stay_finite(name):
 def test_value_terms_are_their_formula():
     batch, outputs = random_batch([9, 5])
     terms, metrics = evaluate(ValueLoss(0.2), batch, outputs)
-    expected = []
+    expected, clips = [], []
     for value, old, target in zip(
         outputs[2].tolist(), *(batch.tokens[n].tolist() for n in ("old_values", "returns")), strict=True
     ):
         clipped_value = min(max(value, old - 0.2), old + 0.2)
         expected.append(max((value - target) ** 2, (clipped_value - target) ** 2) / 2)
+        clips.append((clipped_value - target) ** 2 > (value - target) ** 2)
     torch.testing.assert_close(terms, torch.tensor(expected))
     mask = batch.tokens["loss_mask"]
     error = ((outputs[2] - batch.tokens["returns"]).square() * mask).sum().item()
     assert metrics["value_error"] == pytest.approx((error, mask.sum().item()))
+    assert metrics["value"] == pytest.approx(((outputs[2] * mask).sum().item(), mask.sum().item()))
+    clipped_tokens = (torch.tensor(clips) * mask).sum().item()
+    assert metrics["value_clip_fraction"] == (clipped_tokens, mask.sum().item())
+    assert clipped_tokens > 0
 
 
 def test_sft_terms_are_negative_log_likelihoods():
