@@ -47,7 +47,7 @@ def check_training(
     lengths: tuple[int, ...] = LENGTHS,
     **config: Any,
 ) -> None:
-    """Loss, gradient of each tensor, its norm, and parameters after three clipped AdamW steps."""
+    """Loss and its metrics, gradient of each tensor, its norm, and parameters after three clipped AdamW steps."""
     model, loss, steps = subject.model(family), loss or subject.loss, batches(lengths=lengths)
     how = {"aggregation": aggregation, "max_length": 64 if aggregation.endswith("-norm") else None}
     expected = subject.reference(model, temperature).train(steps, loss, ADAMW, **how)
@@ -58,6 +58,8 @@ def check_training(
         require_close(
             f"gradient norm of step {step}", found["grad_norm"], expected.gradient_norms[step], 1e-5
         )
+        for name, whole in expected.metrics[step].items():
+            require_close(f"metric {name} of step {step}", found[name], whole, 10 * LOSS)
         require(found["skipped_steps"] == 0, f"step {step} was skipped")
     for _, gradient, parameters in ranks:
         require_close_tensors("gradient of", gradient, expected.gradients, GRADIENT)

@@ -36,7 +36,9 @@ class ValueLoss:
     needs_entropy: bool = False
 
     def __call__(self, outputs: Any, batch: Any) -> tuple[Tensor, Metrics]:
-        return 0.5 * (outputs.values - batch.tokens["returns"]) ** 2, {}
+        error = (outputs.values - batch.tokens["returns"]) ** 2
+        mask = batch.tokens["loss_mask"]
+        return 0.5 * error, {"error": (float((error.detach() * mask).sum()), float(mask.sum()))}
 
 
 @dataclass(frozen=True)

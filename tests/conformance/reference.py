@@ -32,6 +32,8 @@ class Training:
     """What some optimizer steps gave. Parameters and gradients are by their names on disk."""
 
     losses: list[float] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    """The loss's own, each the mean over the mini-batch's loss tokens."""
     gradient_norms: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -79,17 +81,19 @@ class Reference:
 
     def backward(
         self, sequences: list[Sequence], loss: Any, aggregation: str, max_length: int | None = None
-    ) -> float:
-        """The mini-batch's loss; its gradient is added to the parameters'."""
-        total = 0.0
+    ) -> tuple[float, dict[str, float]]:
+        """The mini-batch's loss and the loss's metrics; the gradient is added to the parameters'."""
+        total, sums = 0.0, {}
         for sequence in sequences:
             if not sequence["loss_mask"].any():
                 continue
-            terms, _ = loss(self.outputs(sequence), SimpleNamespace(tokens=sequence))
+            terms, metrics = loss(self.outputs(sequence), SimpleNamespace(tokens=sequence))
             share = _aggregate(terms[sequence["loss_mask"] > 0], sequences, aggregation, max_length)
             share.backward()
             total += share.item()
-        return total
+            for name, pair in metrics.items():
+                sums[name] = [a + b for a, b in zip(sums.get(name, (0.0, 0.0)), pair, strict=True)]
+        return total, {name: value / count for name, (value, count) in sums.items()}
 
     def train(
         self,
@@ -111,7 +115,9 @@ class Reference:
         done = Training()
         for batch in batches:
             adamw.zero_grad()
-            done.losses.append(self.backward(batch, loss, aggregation, max_length))
+            value, metrics = self.backward(batch, loss, aggregation, max_length)
+            done.losses.append(value)
+            done.metrics.append(metrics)
             if not done.gradients:
                 done.gradients = self.on_disk({name: p.grad for name, p in parameters.items()})
             norm = torch.nn.utils.clip_grad_norm_(parameters.values(), optimizer["clip_grad_norm"])

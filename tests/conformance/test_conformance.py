@@ -35,8 +35,8 @@ from tests.support.models import FAMILIES
 
 TRIPLES = [(t.model_type, t.backend, t.device) for t in EngineRegistry.triples() if t.state == "built"]
 EVERYWHERE = {
-    "fsdp": ["world 1", "world 2", "world 4", "HSDP 2x2", "DP 2 x CP 2"],
-    "fsdp2": ["world 1", "world 2", "world 4", "HSDP 2x2", "CP 2", "CP 4"],
+    "fsdp": ["world 1", "world 2", "world 4", "HSDP 2x2", "CP 4", "DP 2 x CP 2"],
+    "fsdp2": ["world 1", "world 2", "world 4", "HSDP 2x2", "CP 2", "CP 4", "DP 2 x CP 2"],
     "megatron": ["world 1", "TP2xCP2+SP", "PP2xVPP2xDP2"],
 }
 """Where the main checks are made. Every other layout of Megatron has its turn in test_megatron.py."""
@@ -63,7 +63,7 @@ def test_nothing_that_is_built_is_left_out() -> None:
     devices = [device for device in ("cpu", "cuda", "npu") if device_present(device)]
     keys = itertools.product(("language_model", "value_model"), ("fsdp", "fsdp2", "megatron"), devices)
     assert sorted(TRIPLES) == sorted(keys)
-    assert len([subject for subject in SUBJECTS if subject.device == "cpu"]) == 28
+    assert len([subject for subject in SUBJECTS if subject.device == "cpu"]) == 32
 
 
 def test_the_reference_knows_no_engine() -> None:
@@ -109,7 +109,8 @@ def test_budget_is_agreed(subject: Subject) -> None:
     "subject", [s for s in ON_TWO if s.device == "cpu" and s.layout == "world 2"], ids=str
 )
 @pytest.mark.parametrize(
-    ("source", "target"), [("world 2", "world 1"), ("world 2", "world 4"), ("world 1", "HSDP 2x2")]
+    ("source", "target"),
+    [("world 2", "world 1"), ("world 2", "world 4"), ("world 1", "HSDP 2x2"), ("CP 2", "DP 2 x CP 2")],
 )
 def test_states_reshard(subject: Subject, source: str, target: str) -> None:
     check_resume(subject.but(layout=source), subject.but(layout=target))

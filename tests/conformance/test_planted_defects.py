@@ -330,6 +330,27 @@ def loss_counted_on_every_rank(good: EngineClass) -> EngineClass:
     return Bad
 
 
+def metrics_averaged_per_micro_batch(good: EngineClass) -> EngineClass:
+    """Each micro-batch counts once, whatever its number of loss tokens."""
+
+    class Bad(good):
+        def _run(self, batch: Any, loss: Any, *args: Any, **named: Any) -> Any:
+            return super()._run(batch, Averaging(loss) if loss else None, *args, **named)
+
+    return Bad
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """The loss ``good`` with metrics that are means."""
+
+    good: Any
+
+    def __call__(self, outputs: Any, batch: Any) -> Any:
+        terms, metrics = self.good(outputs, batch)
+        return terms, {name: (total / max(count, 1), 1.0) for name, (total, count) in metrics.items()}
+
+
 @dataclass(frozen=True)
 class Plant:
     """A defect, the check that must find it, and what the check's message must say."""
@@ -349,6 +370,7 @@ PLANTS = [
     Plant(leak_across_sequences, check_inference, "differs from the reference"),
     Plant(leak_across_sequences, check_training, "loss of step 0"),
     Plant(mean_per_micro_batch, check_training, "loss of step 0"),
+    Plant(metrics_averaged_per_micro_batch, check_training, "metric ratio of step 0"),
     Plant(gradient_scale_missing, check_training, "gradient norm of step 0", layout="world 2"),
     Plant(last_micro_batch_dropped, check_training, "loss of step 0"),
     Plant(gradients_not_zeroed, check_training, "gradient norm of step 1"),
