@@ -41,9 +41,8 @@ LOSSES = [
     SftLoss(),
 ]
 every_policy = pytest.mark.parametrize("name", NAMES)
-every_loss = pytest.mark.parametrize(
-    "loss", LOSSES, ids=[*NAMES, "ppo with everything", *PENALTIES, "ValueLoss", "SftLoss"]
-)
+LOSS_NAMES = [*NAMES, "ppo with everything", *PENALTIES, "ValueLoss", "SftLoss"]
+every_loss = pytest.mark.parametrize("loss", LOSSES, ids=LOSS_NAMES)
 
 
 def random_batch(lengths, seed=0):

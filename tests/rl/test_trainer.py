@@ -17,6 +17,7 @@ from tests.support.models import save_tiny_model
 from workflow.campaign.objectives import ADVANTAGES, POLICY_LOSSES
 from workflow.campaign.schema import AlgorithmConfig, DataConfig, RewardConfig
 from workflow.data import Problem
+from workflow.rl.losses import PolicyLoss, ValueLoss
 from workflow.rl.rewards import Rewarder
 from workflow.rl.trainer import PPOTrainer
 
@@ -150,6 +151,38 @@ def test_every_row_runs_through_the_trainer(trainer_of, values):
     assert ("actor/own" in metrics) == (row.reads is None)
 
 
+def test_an_update_is_told_what_the_configuration_says(trainer_of, monkeypatch):
+    kl = {"place": "loss", "adaptive": True, "target": 1e-3, "horizon": 80, "coefficient": 0.1}
+    values = {
+        "advantage": "gae",
+        "value_clip": 0.3,
+        "aggregation": "seq-mean-token-sum-norm",
+        "shuffle": True,
+    }
+    trainer = trainer_of(kl=kl, critic_warmup_steps=1, **values)
+    told = []
+    update = trainer.groups["actor"].update
+    monkeypatch.setattr(
+        trainer.groups["actor"],
+        "update",
+        lambda role, batch, loss, **how: told.append((role, loss, how)) or update(role, batch, loss, **how),
+    )
+    coefficients = [trainer.step()["kl_coefficient"] for _ in range(2)]
+    assert [role for role, _, _ in told] == ["critic", "critic", "actor"]
+    assert told[0][1] == ValueLoss(0.3)
+    assert told[2][1] == PolicyLoss(trainer.algorithm, coefficients[1])
+    assert 0 < coefficients[1] != coefficients[0] == 0.1
+    keys = [how.pop("shuffle_key") for _, _, how in told]
+    assert len(set(keys)) == 3
+    for _, _, how in told:
+        assert how == {
+            "mini_batch_size": 4,
+            "epochs": 2,
+            "aggregation": "seq-mean-token-sum-norm",
+            "max_length": ROLLOUT.max_new_tokens,
+        }
+
+
 def test_a_selection_is_made_from_the_policy_that_each_mini_batch_meets(trainer_of, monkeypatch):
     trainer = trainer_of(policy_loss="kl_cov", covariance={"share": 0.4})
     met = []
@@ -250,7 +283,7 @@ def test_adaptive_penalty_in_the_loss_moves_its_coefficient(trainer_of):
 
 @pytest.mark.parametrize("rejected", [[1], [0, 1, 2, 3, 4, 5, 6, 7]])
 def test_a_rejected_response_does_not_steer_the_coefficient(trainer_of, kept, monkeypatch, rejected):
-    kl = {"place": "loss", "adaptive": True, "target": 2.0, "horizon": 80, "coefficient": 0.1, "estimator": "abs"}  # fmt: skip
+    kl = {"place": "loss", "adaptive": True, "target": 0.75, "horizon": 80, "coefficient": 0.1, "estimator": "abs"}  # fmt: skip
     trainer = trainer_of(kl=kl, correction={"reject": "mean", "reject_low": 0.9, "reject_high": 1.1})
     infer = trainer._infer
 
@@ -270,8 +303,9 @@ def test_a_rejected_response_does_not_steer_the_coefficient(trainer_of, kept, mo
     assert len(counted) == 8 - len(rejected)
     factor = 1.0
     if counted:
-        error = sum(counted) / len(counted) / 2.0 - 1
-        factor += max(-0.2, min(0.2, error)) * len(counted) / 80
+        error = sum(counted) / len(counted) / 0.75 - 1
+        assert 0.01 < abs(error) < 0.2
+        factor += error * len(counted) / 80
     assert trainer.kl.coefficient == pytest.approx(0.1 * factor)
 
 
