@@ -37,6 +37,11 @@ class ShardIndex:
     tensors: dict[str, TensorRecord]
     scalars: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def files(self) -> set[str]:
+        """Names of the files that this rank writes."""
+        return {shard.file for record in self.tensors.values() for shard in record.shards}
+
 
 def merge_indexes(role: str, indexes: list[ShardIndex]) -> dict[str, Any]:
     """The role's entry of ``state.json``: scalars, and every tensor with the blocks of all ranks.

@@ -80,18 +80,34 @@ def write_shards(
     Raises:
         StateDiskFull: the disk cannot hold this rank's file; nothing of it is left.
     """
+    index, blocks = owned_blocks(rank, tensors, scalars)
+    write_blocks(folder, rank, blocks)
+    return index
+
+
+def owned_blocks(
+    rank: int, tensors: Mapping[str, Tensor | DTensor | Shard], scalars: dict[str, Any]
+) -> tuple[ShardIndex, dict[str, Tensor]]:
+    """What :func:`write_shards` returns, and the blocks that this rank writes, by name, where they are: not copied."""
     blocks = {name: _block(name, tensor, rank) for name, tensor in tensors.items()}
-    mine = {name: block for name, block in blocks.items() if block.owned and block.local.numel()}
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"rank{rank:05d}.safetensors"
-    if mine:
-        _save(file, {name: block.local for name, block in mine.items()})
-    make_durable(folder)
+    mine = {name: block.local for name, block in blocks.items() if block.owned and block.local.numel()}
     records = {}
     for name, block in blocks.items():
-        shards = (ShardRecord(file.name, name, block.offsets, block.shape),) if name in mine else ()
+        shards = (ShardRecord(_file_name(rank), name, block.offsets, block.shape),) if name in mine else ()
         records[name] = TensorRecord(block.dtype, block.global_shape, shards)
-    return ShardIndex(rank, records, scalars)
+    return ShardIndex(rank, records, scalars), mine
+
+
+def write_blocks(folder: Path, rank: int, blocks: Mapping[str, Tensor]) -> None:
+    """The other half of :func:`write_shards`: one file, which appears whole and durable, or none where ``blocks`` is empty.
+
+    Raises:
+        StateDiskFull: the disk cannot hold it; nothing of it is left.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if blocks:
+        _save(folder / _file_name(rank), blocks)
+    make_durable(folder)
 
 
 def load_shards(
@@ -150,24 +166,29 @@ def _block(name: str, tensor: Tensor | DTensor | Shard, rank: int) -> _Block:
     return _Block(tensor.detach().to_local(), tuple(offsets), tuple(tensor.shape), owned)
 
 
-def _save(file: Path, tensors: dict[str, Tensor]) -> None:
-    tensors = {name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}
+def _file_name(rank: int) -> str:
+    return f"rank{rank:05d}.safetensors"
+
+
+def _save(file: Path, blocks: Mapping[str, Tensor]) -> None:
+    tensors = {name: block.to("cpu").contiguous() for name, block in blocks.items()}
     needed = sum(tensor.nbytes for tensor in tensors.values())
     if needed > (free := shutil.disk_usage(file.parent).free):
         raise StateDiskFull(f"{file}: needs {needed:,} bytes and {free:,} are free")
+    part = file.with_name(f"{file.name}.part")
     try:
         with disk_full_is_named(file):
             try:
-                save_file(tensors, file)
+                save_file(tensors, part)
             except SafetensorError as error:
                 if code := re.search(r"os error (\d+)", str(error)):
                     raise OSError(int(code[1]), os.strerror(int(code[1])), str(file)) from error
                 raise
-            file.chmod(0o644)  # safetensors makes files that only their owner can read
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
+            part.chmod(0o644)  # safetensors makes files that only their owner can read
+            make_durable(part)
+            part.rename(file)
     except BaseException:
-        file.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise
 
 

@@ -88,6 +88,11 @@ class StateStore:
             make_durable(folder)
         return self._publish(temporary, step)
 
+    def is_written(self, step: int, roles: dict[str, list[ShardIndex]]) -> bool:
+        """Whether every file that ranks said they would write since ``begin(step)`` is there. A file appears whole."""
+        names = {f"{role}/{name}" for role, indexes in roles.items() for i in indexes for name in i.files}
+        return all((self._begun[step] / name).exists() for name in names)
+
     def newest(self, verify: bool = True, at_most: int | None = None) -> Path | None:
         """The folder of the newest state (not after step ``at_most``), or None. With ``verify`` every byte is hashed again.
 

@@ -165,5 +165,8 @@ class CheckpointConfig(Config):
 
     save_every: int = Field(0, ge=0)
     """Steps between states inside a segment; 0 saves only at its end (and on request)."""
+    asynchronous: bool = False
+    """Write the states inside a segment while the next steps run: training waits for a copy in host memory, as large as what a rank
+    writes. A segment's last state, and those that are asked for, are waited for."""
     retain: str = Field("last", pattern=r"^(all|last|every:[1-9]\d*)$")
     """Which published states keep their bytes once a later one is verified: all, last, or every:N."""

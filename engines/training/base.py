@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, final
@@ -34,6 +34,8 @@ from engines.training.schedule import LossFunction, Metrics, MicroBatchStep, Mod
 from engines.training.scope import PARTS, BaseEngineCtx, Topology
 
 logger = logging.getLogger(__name__)
+ShardWrite = Callable[[Path, int, dict[str, Any], dict[str, Any]], ShardIndex]
+"""(folder, rank, tensors, scalars) -> what this rank wrote, or is writing."""
 
 
 class BaseEngine(ABC):
@@ -311,10 +313,13 @@ class BaseEngine(ABC):
             self._require("model")
 
     @final
-    def save_checkpoint(self, folder: Path) -> ShardIndex:
-        """Write this rank's part of model, optimizer and scalars into ``folder``, named after the role. Collective."""
+    def save_checkpoint(self, folder: Path, write: ShardWrite = write_shards) -> ShardIndex:
+        """Write this rank's part of model, optimizer and scalars into ``folder``, named after the role. Collective.
+
+        ``write`` is ``write_shards``, or the method ``ShardWriter.write``, which copies and lets the training go on.
+        """
         with self._everything_on_device():
-            return write_shards(folder, _rank(), self.sharded_state(), self.scalar_state())
+            return write(folder, _rank(), self.sharded_state(), self.scalar_state())
 
     @final
     def load_checkpoint(self, folder: Path) -> None:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.checkpoint import ShardIndex
+from engines.checkpoint.shards import write_shards
+from engines.checkpoint.writer import ShardWriter
 from engines.registry import EngineRegistry
 from engines.training.base import BaseEngine
 from engines.training.batch import PackedBatch
@@ -30,6 +32,7 @@ class TrainingWorker:
 
     def __init__(self, spec: RoleSpec) -> None:
         self.spec = spec
+        self._writer = ShardWriter()
 
     def initialize(self) -> None:
         """Build the engine. The process group is there already. Collective."""
@@ -83,9 +86,16 @@ class TrainingWorker:
         with self.engine.eval_mode():
             yield from self.engine.get_per_tensor_param()
 
-    def save(self, folder: Path) -> ShardIndex:
-        """Write this rank's part into ``folder``, which is the state's folder for this role. Collective."""
-        return self.engine.save_checkpoint(folder)
+    def save(self, folder: Path, background: bool = False) -> ShardIndex:
+        """Write this rank's part into ``folder``, which is the state's folder for this role. Collective.
+
+        With ``background`` it is copied and the files appear later; one state at a time.
+        """
+        return self.engine.save_checkpoint(folder, self._writer.write if background else write_shards)
+
+    def check_save(self, wait: bool) -> None:
+        """Raise what kept it from being written in the background; with ``wait``, once it is written. Not collective."""
+        self._writer.check(wait)
 
     def load(self, folder: Path) -> None:
         """Restore the role from the committed training state ``folder``, written by any layout. Collective."""

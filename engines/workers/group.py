@@ -145,9 +145,20 @@ class WorkerGroup(ABC):
             [outputs[rank] for rank in range(size)], shares, packed.lengths
         ).to_tensordict()
 
-    def save(self, role: str, folder: Path) -> list[Any]:
-        """Write ``role``'s part of a training state; the ``ShardIndex`` of each rank."""
-        return self._everywhere("save", role, folder)
+    def save(self, role: str, folder: Path, background: bool = False) -> list[Any]:
+        """Write ``role``'s part of a training state; the ``ShardIndex`` of each rank.
+
+        With ``background`` every rank copies its part, and its file appears later, whole.
+        """
+        return self._everywhere("save", role, folder, background)
+
+    def check_save(self, role: str, wait: bool = False) -> None:
+        """Raise what kept a rank from writing its part in the background; with ``wait``, once all of them have written it.
+
+        Raises:
+            StateError, OSError, WorkerError: it was not written.
+        """
+        self._everywhere("check_save", role, wait)
 
     def load(self, role: str, folder: Path) -> None:
         """Restore ``role`` from a training state of any world size and layout."""

@@ -83,9 +83,13 @@ class RankHost:
         """Per-token outputs of this rank's share; empty off source ranks."""
         return self._workers[role].infer(PackedBatch.from_tensordict(batch), entropy)
 
-    def save(self, role: str, folder: Path) -> Any:
+    def save(self, role: str, folder: Path, background: bool) -> Any:
         """This rank's ``ShardIndex``."""
-        return self._workers[role].save(folder)
+        return self._workers[role].save(folder, background)
+
+    def check_save(self, role: str, wait: bool) -> None:
+        """Raise what kept ``role``'s part from being written in the background."""
+        self._workers[role].check_save(wait)
 
     def load(self, role: str, folder: Path) -> None:
         """Restore ``role`` from a committed training state."""

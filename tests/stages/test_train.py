@@ -111,15 +111,17 @@ def same_curve(one: Path, other: Path) -> list[dict]:
     return curves[0]
 
 
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
 @pytest.mark.parametrize("name", list(RUNS))
-def test_cut_and_killed_equals_uninterrupted(prepared, tmp_path, name):
+def test_cut_and_killed_equals_uninterrupted(prepared, tmp_path, name, asynchronous):
     whole, pieces = tmp_path / "whole", tmp_path / "pieces"
     plan, path = workspace(prepared, whole, 1)
     uninterrupted = plan.stages[plan.runs[name].stages["train"]]
     finish(whole, path, "train", uninterrupted.id, 6)
     assert [folder.name for folder in (whole / uninterrupted.folder).glob("step*")] == ["step000006"]
 
-    plan, path = workspace(prepared, pieces, 3, "checkpoint.save_every=1")
+    saving = ("checkpoint.save_every=1", f"checkpoint.asynchronous={asynchronous}")
+    plan, path = workspace(prepared, pieces, 3, *saving)
     spec = plan.stages[plan.runs[name].stages["train"]]
     assert (spec.identity, spec.cuts) == (uninterrupted.identity, [2, 4, 6])
     victim, moment = random.choice(spec.cuts), random.random()
@@ -170,7 +172,8 @@ def test_on_ray_too_a_killed_rank_and_a_killed_head_change_nothing(prepared, tmp
     uninterrupted = plan.stages[plan.runs["grpo"].stages["train"]]
     finish(whole, path, "train", uninterrupted.id, 6)
 
-    plan, path = workspace(prepared, pieces, 2, "checkpoint.save_every=1", *layout)
+    saving = ("checkpoint.save_every=1", "checkpoint.asynchronous=true")
+    plan, path = workspace(prepared, pieces, 2, *saving, *layout)
     spec = plan.stages[plan.runs["grpo"].stages["train"]]
     assert (spec.identity, spec.cuts, spec.layout.world_size) == (uninterrupted.identity, [3, 6], 2)
     moment = random.random()

@@ -37,6 +37,8 @@ _RULES: tuple[tuple[tuple[str, ...], _Test, str], ...] = (
     (("reward.overlong.penalty",), lambda run: run.reward.overlong.buffer > 0, "reward.overlong.buffer=0"),
     (("algorithm.options",), lambda run: None in (run.algorithm.estimator.reads, run.algorithm.surrogate.reads),
      "only a third party's algorithm.advantage or algorithm.policy_loss reads options"),
+    (("checkpoint.asynchronous",), lambda run: run.checkpoint.save_every > 0,
+     "checkpoint.save_every=0 saves no states inside a segment"),
     (("conversion",), lambda run: run.algorithm.name != "sft", "algorithm=sft exports nothing"),
     (("conversion.ranks", "conversion.full_logits"), lambda run: run.conversion.megatron, "conversion.megatron=false"),
     (("data.wrong_answer",), lambda run: run.data.wrong_share > 0, "data.wrong_share=0"),

@@ -29,7 +29,7 @@ def problems(campaign: Campaign, reference: Campaign) -> list[str]:
     for spec in plan.stages.values():
         found += step_problems(campaign.folder, spec)
         found += start_problems(campaign.folder, spec)
-    return [*found, *_leftovers(campaign)]
+    return [*found, *_leftovers(campaign), *_locks(reference)]
 
 
 def _results(campaign: Campaign, reference: Campaign, plan: Plan) -> Iterator[str]:
@@ -90,16 +90,20 @@ def start_problems(folder: Path, spec: StageSpec) -> Iterator[str]:
 
 
 def _leftovers(campaign: Campaign) -> Iterator[str]:
-    """Nothing of what was interrupted is left: no process, no lock, no record of a failure, no half-written state."""
+    """Nothing of what was interrupted is left: no process, no living one's lock, no record of a failure, no half-written state."""
     for driver in drivers(campaign.folder):
         yield f"{driver}: {driver.process} still holds its lock"
     for process in wait_gone(working_in(campaign.folder), LEAVING):
         yield f"{process} is left: {process.command[:100]}"
-    for pattern in (
-        "store/train/*/.step*",
-        "store/*/*/failure*.json",
-        "store/*/*/lock.json",
-        "store/*/*/release.json",
-    ):
+    yield from _files(campaign, "store/train/*/.step*", "store/*/*/failure*.json")
+
+
+def _locks(reference: Campaign) -> Iterator[str]:
+    """Who is not killed gives up what it locked. (Killed right after it published, it leaves a lock that nobody needs.)"""
+    yield from _files(reference, "store/*/*/lock.json", "store/*/*/release.json")
+
+
+def _files(campaign: Campaign, *patterns: str) -> Iterator[str]:
+    for pattern in patterns:
         for path in sorted((campaign.folder / "results").glob(pattern)):
             yield f"{path.relative_to(campaign.folder)} is left"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.checkpoint import StateError, StateStore, read_state
+from engines.checkpoint import ShardIndex, StateError, StateStore, read_state
 from engines.rollout.base import Request, Response, SamplingParams
 from engines.streams import stream_key
 from engines.training.batch import PackedBatch
@@ -232,9 +232,18 @@ class PPOTrainer:
 
     def save(self, store: StateStore) -> Path:
         """Publish the state after the steps done so far."""
-        folder = store.begin(self.steps_done)
-        roles = {role: self.groups[role].save(role, folder / role) for role in self._trained_roles()}
+        roles = self.write(store.begin(self.steps_done))
         return store.commit(self.steps_done, self.state(), roles)
+
+    def write(self, folder: Path, background: bool = False) -> dict[str, list[ShardIndex]]:
+        """Write every trained role's part of a state; with ``background`` the files appear while the next steps run."""
+        roles = self._trained_roles()
+        return {role: self.groups[role].save(role, folder / role, background) for role in roles}
+
+    def check_written(self, wait: bool = False) -> None:
+        """Raise what kept a rank from writing its part in the background; with ``wait``, once all of them have written it."""
+        for role in self._trained_roles():
+            self.groups[role].check_save(role, wait)
 
     def load(self, folder: Path) -> None:
         """Restore all that :meth:`save` saved.

@@ -84,9 +84,13 @@ class StageContext:
 
     def step_done(self, step: int) -> None:
         """Training: note that ``step`` is complete, for the record of attempts. Ends the process when its folder is another's."""
+        self.leave_if_lost()
+        self.attempts.step_done(step)
+
+    def leave_if_lost(self) -> None:
+        """End the process when its folder is another's."""
         if self.lock is not None and self.lock.lost:
             _leave()
-        self.attempts.step_done(step)
 
 
 @dataclass
@@ -164,6 +168,7 @@ def _attempt(
         if result.steps_done < result.steps_planned:
             raise StageIncomplete(f"{result.steps_done} of {result.steps_planned} steps were done")
         attempts.will_end("published")
+        Path(spec.failure(step)).unlink(missing_ok=True)  # first: no result stands beside the record of a failure
         publish(plan, context, result)
         stop.will_poll()  # nothing is left that a request could stop
         attempts.end("published")
@@ -180,7 +185,6 @@ def _attempt(
         attempts.end("refused" if refused else "error")
         _record_failure(spec, step, error, log_path, log)
         return REFUSED if refused else OWN_ERROR
-    Path(spec.failure(step)).unlink(missing_ok=True)
     _release(plan, spec, log)
     log.info("published %s", spec.manifest(step))
     return PUBLISHED

@@ -24,6 +24,7 @@ from workflow.data import PromptEncoder, load_problems
 from workflow.manifest import MANIFEST, is_released
 from workflow.rl.metrics import METRICS_FILE, MetricsLog, Stopwatch, read_metrics
 from workflow.rl.rewards import Rewarder
+from workflow.rl.saving import StateSaver
 from workflow.rl.trainer import PPOTrainer, optimizer_steps
 from workflow.stages.runner import StageContext, StageResult
 from workflow.stages.stop import StoppedByUser, StoppedOnRequest
@@ -148,11 +149,22 @@ def advance(context: StageContext, trainer: PPOTrainer, store: StateStore, end: 
     Raises:
         StoppedOnRequest, StoppedByUser: after the state was saved.
     """
-    log = MetricsLog(context.folder / METRICS_FILE)
-    every = context.config.checkpoint.save_every
+    log, config = MetricsLog(context.folder / METRICS_FILE), context.config.checkpoint
     again = damaged_steps(context.folder)  # passed over: now they can be made good
-    started, steps, saves = context.attempts.seconds, [], []
-    with context.progress("train", end - trainer.steps_done) as bar:
+    started, steps = context.attempts.seconds, []
+
+    def is_due(step: int) -> bool:
+        return step in again or (config.save_every > 0 and step % config.save_every == 0)
+
+    def published(step: int) -> None:
+        # States inside a segment are for resuming only; published ones may still have readers.
+        store.retain("last", keep={*context.spec.cuts, *published_steps(context.folder)})
+        context.log.info("the state after step %d is saved", step)
+
+    with (
+        StateSaver(trainer, store, published, context.leave_if_lost) as saver,
+        context.progress("train", end - trainer.steps_done) as bar,
+    ):
         while trainer.steps_done < end:
             begun = time.monotonic()
             metrics = trainer.step()
@@ -160,21 +172,24 @@ def advance(context: StageContext, trainer: PPOTrainer, store: StateStore, end: 
             context.step_done(trainer.steps_done)  # first: it ends a process whose folder is another's
             log.append(metrics)
             bar.advance(**_shown(metrics))
-            due = trainer.steps_done in {end, *again} or (every and trainer.steps_done % every == 0)
-            save, stop = context.triggers.save_asked, context.triggers.stop_asked
-            if due or save or stop or context.stop.requested:
-                begun = time.monotonic()
-                trainer.save(store)
-                saves.append(time.monotonic() - begun)
-                # States inside a segment are for resuming only; published ones may still have readers.
-                store.retain("last", keep={*context.spec.cuts, *published_steps(context.folder)})
-                context.log.info("the state after step %d is saved", trainer.steps_done)
+            saver.check()
+            save, stopped = context.triggers.save_asked, _asked_to_stop(context)
+            if save or stopped or trainer.steps_done == end:
+                saver.save()
+            elif is_due(trainer.steps_done):
+                saver.save_behind() if config.asynchronous else saver.save()
             if save:
                 context.triggers.saved()
-            if (stop or context.stop.requested) and trainer.steps_done < context.step:
-                stopped = StoppedByUser if stop else StoppedOnRequest
+            if stopped and trainer.steps_done < context.step:
                 raise stopped(f"the state after step {trainer.steps_done} is saved")
-    return pace_of(started, steps, saves)
+    return pace_of(started, steps, saver.slowest)
+
+
+def _asked_to_stop(context: StageContext) -> type[StoppedOnRequest] | None:
+    """Looked at once a step: a request that comes while a state is saved, or is not, waits for the next."""
+    if context.triggers.stop_asked:
+        return StoppedByUser
+    return StoppedOnRequest if context.stop.requested else None
 
 
 def damaged_steps(folder: Path) -> set[int]:
@@ -189,7 +204,7 @@ def damaged_steps(folder: Path) -> set[int]:
     return found
 
 
-def pace_of(started: float, steps: Sequence[float], saves: Sequence[float]) -> dict[str, float]:
+def pace_of(started: float, steps: Sequence[float], save: float) -> dict[str, float]:
     """What a segment's manifest says of its times, in seconds; nothing when no step was left to be done."""
     if not steps:
         return {}
@@ -197,7 +212,7 @@ def pace_of(started: float, steps: Sequence[float], saves: Sequence[float]) -> d
         START_SECONDS: started,
         STEP_SECONDS: max(steps),
         MEAN_STEP_SECONDS: fmean(steps[1:] or steps),  # a first step takes many times as long as the others
-        SAVE_SECONDS: max(saves),
+        SAVE_SECONDS: save,
     }
 
 

@@ -1,0 +1,220 @@
+"""States that are saved while the next steps run: those of a run that waits for each, or none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from engines.checkpoint import StateDiskFull, StateStore, shards, verify_state
+from tests.rl.training import STEPS, tensors, train_slice, trainer_of
+from tests.support.processes import fork
+from workflow.rl.saving import StateSaver
+from workflow.rl.trainer import PPOTrainer
+
+SECONDS = 60
+"""After which a test gives up what it waits for."""
+
+
+@contextmanager
+def saving(
+    model: Path, folder: Path, may_publish: Callable[[], None] = lambda: None
+) -> Iterator[tuple[PPOTrainer, StateSaver, StateStore]]:
+    """A trainer before its first step, the saver of its states, and where they go."""
+    config, _ = train_slice(folder, "algorithm.prompts_per_step=4")
+    store = StateStore(folder / "states")
+    with (
+        trainer_of(config, model) as trainer,
+        StateSaver(trainer, store, lambda step: None, may_publish) as saver,
+    ):
+        yield trainer, saver, store
+
+
+@pytest.fixture
+def let_write(monkeypatch) -> Iterator[threading.Event]:
+    """While it is cleared, nothing is written in the background."""
+    event, write = threading.Event(), shards.save_file
+
+    def held(*arguments: object) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            event.wait(SECONDS)
+        write(*arguments)
+
+    monkeypatch.setattr(shards, "save_file", held)
+    event.set()
+    yield event
+    event.set()
+
+
+def steps_of(store: StateStore) -> list[int]:
+    return [verify_state(path)["step"] for path in sorted(store.folder.glob("step*"))]
+
+
+def still_publishing() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("publish")]
+
+
+def test_states_are_those_of_a_run_that_waits_for_each(model, tmp_path, let_write):
+    found = {}
+    for name in ("waited", "behind"):
+        (tmp_path / name).mkdir()
+        with saving(model, tmp_path / name) as (trainer, saver, store):
+            for step in range(1, STEPS + 1):
+                trainer.step()
+                if name == "waited":
+                    saver.save()
+                elif step % 2:
+                    let_write.clear()
+                    saver.save_behind()
+                else:  # this step changed every tensor before the first byte of its predecessor's state was written
+                    saver.check()
+                    assert step - 1 not in steps_of(store)
+                    let_write.set()
+        found[name] = dict(zip(steps_of(store), sorted(store.folder.iterdir()), strict=True))
+    assert {name: list(states) for name, states in found.items()} == {
+        "waited": [1, 2, 3, 4],
+        "behind": [1, 3],
+    }
+    for step, path in found["behind"].items():
+        waited = found["waited"][step]
+        assert verify_state(path)["trainer"] == verify_state(waited)["trainer"]
+        assert tensors(path) == tensors(waited)
+
+
+def test_a_state_is_published_while_nobody_asks(model, tmp_path):
+    with saving(model, tmp_path) as (trainer, saver, store):
+        trainer.step()
+        saver.save_behind()
+        end = time.monotonic() + SECONDS
+        while not (store.folder / "step000001").exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+def test_the_next_state_waits_for_the_one_before(model, tmp_path, let_write):
+    with saving(model, tmp_path) as (trainer, saver, store):
+        trainer.step()
+        let_write.clear()
+        saver.save_behind()
+        threading.Timer(0.2, let_write.set).start()
+        trainer.step()
+        saver.save_behind()
+        assert steps_of(store)[0] == 1
+    assert steps_of(store) == [1, 2]
+    assert saver.slowest >= 0.2  # what a job that is asked to stop may have to wait for
+
+
+def _disk_fills_up(model: Path, folder: Path, monkeypatch, noticed_by: str) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with saving(model, folder) as (trainer, saver, _):
+        trainer.step()
+        saver.save()
+        monkeypatch.setattr(shards, "save_file", fails)
+        trainer.step()
+        saver.save_behind()
+        trainer.step()
+        if noticed_by == "check":  # at once, but for the time that it takes to fail
+            while time.sleep(0.01) is None:
+                saver.check()
+        elif noticed_by != "the end":
+            getattr(saver, noticed_by)()
+
+
+@pytest.mark.parametrize("noticed_by", ["check", "save_behind", "save", "finish", "the end"])
+def test_what_keeps_a_state_from_being_written_is_raised(noticed_by, model, tmp_path, monkeypatch):
+    with pytest.raises(StateDiskFull, match="No space left"):
+        _disk_fills_up(model, tmp_path, monkeypatch, noticed_by)
+    assert steps_of(StateStore(tmp_path / "states")) == [1]
+    assert not still_publishing()
+
+
+def _fails_to_publish(model: Path, folder: Path, monkeypatch) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with saving(model, folder) as (trainer, saver, store):
+        trainer.step()
+        monkeypatch.setattr(store, "commit", fails)
+        saver.save_behind()
+        while time.sleep(0.01) is None:
+            saver.check()
+
+
+def test_what_keeps_a_state_from_being_published_is_raised(model, tmp_path, monkeypatch):
+    with pytest.raises(OSError, match="Input/output"):
+        _fails_to_publish(model, tmp_path, monkeypatch)
+    assert steps_of(StateStore(tmp_path / "states")) == []
+
+
+def _training_fails(model: Path, folder: Path) -> None:
+    with saving(model, folder) as (trainer, saver, _):
+        trainer.step()
+        saver.save_behind()
+        raise ZeroDivisionError
+
+
+def test_a_training_that_fails_does_not_wait_for_what_is_not_written(model, tmp_path, let_write):
+    let_write.clear()
+    with pytest.raises(ZeroDivisionError):
+        _training_fails(model, tmp_path)
+    assert steps_of(StateStore(tmp_path / "states")) == []
+    assert not still_publishing()
+
+
+class Left(BaseException):
+    """Stands for the end of the process."""
+
+
+def _leave() -> None:
+    raise Left
+
+
+def _folder_is_lost(model: Path, folder: Path) -> None:
+    with saving(model, folder, may_publish=_leave) as (trainer, saver, _):
+        trainer.step()
+        saver.save_behind()
+
+
+def test_nothing_is_published_in_a_folder_that_is_another_s(model, tmp_path):
+    with pytest.raises(Left):
+        _folder_is_lost(model, tmp_path)
+    assert steps_of(StateStore(tmp_path / "states")) == []
+
+
+def _killed_while_writing(model: Path, folder: Path) -> None:
+    write = shards.save_file
+
+    def killed(*arguments: object) -> None:
+        write(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with saving(model, folder) as (trainer, saver, _):
+        trainer.step()
+        saver.save()
+        trainer.step()
+        shards.save_file = killed
+        saver.save_behind()
+        while True:
+            trainer.step()
+
+
+def test_killed_while_a_state_is_written_the_one_before_is_used(model, tmp_path, caplog):
+    process = fork(_killed_while_writing, model, tmp_path)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert list((tmp_path / "states").glob(".step000002.*/*/*.part"))
+    with saving(model, tmp_path) as (trainer, saver, store):
+        trainer.load(store.newest())
+        assert trainer.steps_done == 1
+        trainer.step()
+        saver.save_behind()
+    assert sorted(path.name for path in store.folder.iterdir()) == ["step000001", "step000002"]
+    assert not caplog.records
