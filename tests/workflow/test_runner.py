@@ -144,10 +144,29 @@ def test_a_kill_before_the_manifest_is_there_was_no_publication(project, planned
     assert [a.end for a in read_manifest(Path(spec.manifest())).attempts] == ["killed", "published"]
 
 
+def test_a_kill_after_the_manifest_is_there_leaves_a_success_that_no_failure_stands_beside(project, planned):
+    source = project.folder / "workflow" / "stages" / "runner.py"
+    text = source.read_text()
+    line = "        publish(plan, context, result)\n"
+    assert text.count(line) == 1
+    source.write_text(text.replace(line, line + "        os.kill(os.getpid(), 9)\n"))
+    plan, _ = plan_campaign(read_options({"campaign": "quick"}), project.folder)
+    path, spec = write_plan(plan, Path("results/quick")), planned[2]
+    obstacle = Path(spec.folder) / "model"
+    obstacle.parent.mkdir(parents=True)
+    obstacle.write_text("a file where a folder belongs")
+    assert stage(project, path, spec).returncode == OWN_ERROR
+    obstacle.unlink()
+    assert stage(project, path, spec).returncode == -9
+    assert [a.end for a in read_manifest(Path(spec.manifest())).attempts] == ["error", "published"]
+    assert not Path(spec.failure()).exists()
+    assert stage(project, path, spec).returncode == PUBLISHED
+
+
 def test_a_request_to_stop_comes_too_late_once_the_manifest_is_there(project, planned):
     source = project.folder / "workflow" / "stages" / "runner.py"
     text = source.read_text()
-    line = "    Path(spec.failure(step)).unlink(missing_ok=True)\n    _release("
+    line = "    _release(plan, spec, log)\n"
     assert text.count(line) == 1
     source.write_text(text.replace(line, "    os.kill(os.getpid(), 15)\n" + line))
     plan, _ = plan_campaign(read_options({"campaign": "quick"}), project.folder)

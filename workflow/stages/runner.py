@@ -168,7 +168,8 @@ def _attempt(
         if result.steps_done < result.steps_planned:
             raise StageIncomplete(f"{result.steps_done} of {result.steps_planned} steps were done")
         attempts.will_end("published")
-        Path(spec.failure(step)).unlink(missing_ok=True)  # first: no result stands beside the record of a failure
+        # First, as a kill may come in between: no result stands beside the record of a failure.
+        Path(spec.failure(step)).unlink(missing_ok=True)
         publish(plan, context, result)
         stop.will_poll()  # nothing is left that a request could stop
         attempts.end("published")
