@@ -233,7 +233,7 @@ def _non_finite(subject: Subject, model: Path, good: list[Sequence], bad: list[S
 def check_budget(subject: Subject, timeout: float = 60) -> None:
     """The token budget is a hard cap; one rank's longer sequence is an error on all, after which training goes on."""
     recording = Subject(
-        subject.model_type, subject.backend, subject.device, subject.layout, _recording(subject)
+        subject.model_type, subject.backend, subject.device, subject.layout, recording(subject)
     )
     cap = 40 * LAYOUTS[subject.layout].context_parallel_size  # of the ranks that share a sequence
     lengths = (*LENGTHS[:-1], cap + 1)
@@ -253,7 +253,9 @@ def check_budget(subject: Subject, timeout: float = 60) -> None:
     )
 
 
-def _recording(subject: Subject) -> Any:
+def recording(subject: Subject) -> Any:
+    """A class of engines that note (tokens, sequences) of every micro-batch as ``sizes``."""
+
     def record(engine_class: type[BaseEngine]) -> type[BaseEngine]:
         class Recording(subject.defect(engine_class) if subject.defect else engine_class):
             def forward_micro_batch(self, model: Any, micro_batch: MicroBatch, entropy: bool) -> Any:

@@ -19,7 +19,10 @@ from engines.training.megatron.cpu import _ANSWERS, on_cpu
 from engines.training.megatron.model import mark_shared_weights
 from engines.training.megatron.parallelize import alignment
 from engines.training.megatron.residency import Parked
-from tests.conformance.subject import Subject
+from tests.conformance.check_contract import recording
+from tests.conformance.data import make_sequences
+from tests.conformance.subject import Subject, pack
+from tests.support.models import VOCAB_SIZE
 
 
 def test_the_scope_of_the_cpu_leaves_nothing_behind() -> None:
@@ -75,6 +78,21 @@ def test_padding_counts_against_the_budget() -> None:
     assert rules.rows([1, 5, 1]) == 24
     batch = PackedBatch.from_sequences({"input_ids": [torch.zeros(1), torch.zeros(5)]})
     assert rules.padded(batch.lengths.tolist()) == [4, 8]
+
+
+@pytest.mark.parametrize(("layout", "order"), [("PP2", [9, 24, 17, 3]), ("TP2", [3, 17, 9, 24])])
+def test_a_pipeline_runs_cheap_micro_batches_first_and_last(layout: str, order: list[int]) -> None:
+    subject = Subject("language_model", "megatron", layout=layout)
+    subject = subject.but(defect=recording(subject))
+    for sizes in subject.run(_sizes, subject.model()):
+        assert sizes == [(tokens, 1) for tokens in order]
+
+
+def _sizes(subject: Subject, model: Path) -> list[tuple[int, int]]:
+    engine = subject.engine(model, dynamic_micro_batches=False, micro_batch_size=1)
+    with engine.train_mode():
+        engine.train_batch(pack(make_sequences(0, VOCAB_SIZE, (3, 17, 9, 24))), subject.loss)
+    return engine.sizes
 
 
 MARKS = ("tensor_model_parallel", "partition_dim", "allreduce")

@@ -7,6 +7,7 @@ from engines.training.batch.split import (
     MicroBatch,
     SequenceTooLongError,
     balanced_partitions,
+    pipeline_order,
     sequence_costs,
     split_micro_batches,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "balanced_partitions",
     "loss_totals",
     "loss_weights",
+    "pipeline_order",
     "sequence_costs",
     "split_micro_batches",
 ]

@@ -19,7 +19,7 @@ from engines.limits import MegatronLimits
 from engines.registry import EngineRegistry
 from engines.streams import stream_key
 from engines.training.base import BaseEngine
-from engines.training.batch import MicroBatch
+from engines.training.batch import MicroBatch, pipeline_order
 from engines.training.errors import UnsupportedConfigError
 from engines.training.megatron.export import export_units
 from engines.training.megatron.forward import hidden_states, outputs, pack
@@ -105,6 +105,8 @@ class MegatronEngine(BaseEngine):
         self, micro_batches: Sequence[MicroBatch], step: MicroBatchStep, forward_only: bool
     ) -> None:
         parts = list(self.module)
+        if self.config.layout.pipeline_parallel_size > 1:
+            micro_batches = pipeline_order(micro_batches)
 
         def forward_step(batches: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Any]:
             micro_batch = next(batches)
