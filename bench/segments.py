@@ -45,6 +45,8 @@ FEWEST = 4
 """Steps of a segment, so that their mean says something."""
 TRIAL = 6
 """Steps from which it is known how long one takes: more than the critic's alone."""
+SPARE = 1.15
+"""Steps may become faster than those of the trial."""
 
 CAMPAIGN = """\
 name: segments
@@ -63,14 +65,12 @@ def main() -> None:
     parser.add_argument("--run", default="ppo", help="of the campaign demo")
     parser.add_argument("--of", type=float, default=180.0, help="seconds of steps of a segment")
     parser.add_argument("--whole", action="store_true", help="segments of that length, none shorter")
-    parser.add_argument(
-        "--spare", type=float, default=1.15, help="how much faster steps may become than those of the trial"
-    )
+    parser.add_argument("--steps", type=int, help="of a segment; as many as take that long when not given")
     parser.add_argument("--output", type=Path, help="results/bench/segments.json, or segments-whole.json")
     args = parser.parse_args()
     output = args.output or Path(f"results/bench/segments{'-whole' if args.whole else ''}.json")
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as made:
-        one, cut = measure(Path(made).resolve(), args.run, args.spare * (args.of if args.whole else SHORT))
+        one, cut = measure(Path(made).resolve(), args.run, args.of if args.whole else SHORT, args.steps)
         refuse_other_bits(one, cut)
         result = {"run": args.run, **compared(segments_of(one), segments_of(cut), args.of)}
     result["command_seconds"] = {"one": one.command_seconds, "cut": cut.command_seconds}
@@ -113,16 +113,16 @@ class Training:
         ]
 
 
-def measure(folder: Path, run: str, seconds: float) -> tuple[Training, Training]:
-    """The run in one segment, and in ``SEGMENTS`` of ``seconds`` of steps each."""
+def measure(folder: Path, run: str, seconds: float, steps: int | None) -> tuple[Training, Training]:
+    """The run in one segment, and in ``SEGMENTS`` of ``steps`` each, or of as many as take ``seconds``."""
     trial = Training.planned(folder / "trial", run, TRIAL, 1)
     complete(trial)
     usual = fmean(trial.step_seconds[TRIAL // 2 :])
-    steps = SEGMENTS * max(math.ceil(seconds / usual), FEWEST)
+    total = SEGMENTS * (steps or max(math.ceil(SPARE * seconds / usual), FEWEST))
     one, cut = folder / "one", folder / "cut"
     for copy in (one, cut):
         shutil.copytree(trial.campaign.folder, copy)  # for its SFT model
-    trainings = Training.planned(one, run, steps, 1), Training.planned(cut, run, steps, SEGMENTS)
+    trainings = Training.planned(one, run, total, 1), Training.planned(cut, run, total, SEGMENTS)
     complete(*trainings)
     return trainings
 
