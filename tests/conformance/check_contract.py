@@ -232,12 +232,10 @@ def _non_finite(subject: Subject, model: Path, good: list[Sequence], bad: list[S
 
 def check_budget(subject: Subject, timeout: float = 60) -> None:
     """The token budget is a hard cap; one rank's longer sequence is an error on all, after which training goes on."""
-    recording = Subject(
-        subject.model_type, subject.backend, subject.device, subject.layout, recording(subject)
-    )
+    noting = Subject(subject.model_type, subject.backend, subject.device, subject.layout, recording(subject))
     cap = 40 * LAYOUTS[subject.layout].context_parallel_size  # of the ranks that share a sequence
     lengths = (*LENGTHS[:-1], cap + 1)
-    ranks = recording.run(_budget, subject.model(), batches(1)[0], batches(1, lengths)[0], timeout=timeout)
+    ranks = noting.run(_budget, subject.model(), batches(1)[0], batches(1, lengths)[0], timeout=timeout)
     for message, before, after, sizes, _ in ranks:
         said = str(cap + 1) in message and "token_budget" in message
         require(said, f"the error says: {message}")
