@@ -103,6 +103,7 @@ bench: $(VENV)/.full $(VENV)-trl/.done ## speed and memory, written to results/b
 	@echo "== GRPO beside TRL"; $(BIN)/python -m bench.grpo --trl-python $(VENV)-trl/bin/python
 	@echo "== growth";      $(BIN)/python -m bench.growth
 	@echo "== Megatron";    $(BIN)/python -m bench.megatron
+	@echo "== saves";       $(BIN)/python -m bench.saves
 	@echo "== segments";    $(BIN)/python -m bench.segments
 
 bench-slurm: $(VENV)-slurm/.done ## seconds per stage beside Snakemake's stock slurm executor, on the test cluster (root on Debian)
