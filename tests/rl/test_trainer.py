@@ -127,6 +127,7 @@ ROWS = {
     **{f"kl={e}": {"kl": {"place": "loss", "estimator": e, "coefficient": 0.1}} for e in ("k1+", "k2", "k3+", "abs")},
     "kl in reward": {"kl": {"place": "reward", "estimator": "k1", "coefficient": 0.1}},
     "dual clip": {"dual_clip": 3.0},
+    "the rollout's log-probs": {"old_log_probs": "rollout"},
     **{f"correction={w} {b}": {"correction": {"weights": w, "bound": b}} for w in ("token", "sequence") for b in ("truncate", "mask")},
     "dynamic sampling": {"filter": {"by": "accuracy"}},
     "a user's own": {"advantage": "tests.rl.test_trainer:own_advantage", "policy_loss": "tests.rl.test_trainer:own_loss", "options": {"bonus": 2.0}},
@@ -202,14 +203,54 @@ def test_a_selection_is_made_from_the_policy_that_each_mini_batch_meets(trainer_
     assert metrics["actor/selected"] == pytest.approx(0.4, abs=0.1)
 
 
-def test_remax_compares_with_the_greedy_response(trainer_of, kept):
+def test_remax_compares_with_the_greedy_response(trainer_of, kept, monkeypatch):
     trainer = trainer_of(advantage="remax")
+    asked = []
+    generate = trainer.groups["actor"].generate
+
+    def noted(requests, params):
+        asked.append((requests, params.greedy, generate(requests, params)))
+        return asked[-1][2]
+
+    monkeypatch.setattr(trainer.groups["actor"], "generate", noted)
     trainer.step()
     batch = kept[0]
+    (requests, is_greedy, _), (once, once_greedy, greedy) = asked
+    assert [request.prompt_ids for request in once] == [request.prompt_ids for request in requests[::4]]
+    assert (is_greedy, once_greedy) == (False, True)
+    earned = [parity(str(response.token_ids[-1]), None) * response.finished for response in greedy]
+    assert batch.sequences["baseline"][::4].tolist() == earned
     assert batch.sequences["baseline"].view(2, 4).eq(batch.sequences["baseline"].view(2, 4)[:, :1]).all()
     scores = torch.tensor([batch.tokens["rewards"][s:e].sum() for s, e in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)])  # fmt: skip
     last = batch.tokens["advantages"][batch.cu_seqlens[1:] - 1]
     torch.testing.assert_close(last.double(), scores - batch.sequences["baseline"])
+
+
+def test_the_ratio_s_denominator_is_what_the_rollout_recorded_where_that_is_asked_for(trainer_of, kept):
+    metrics = trainer_of(old_log_probs="rollout").step()
+    assert torch.equal(kept[0].tokens["old_log_probs"], kept[0].tokens["rollout_log_probs"])
+    assert (metrics["rollout_ratio_min"], metrics["rollout_ratio_max"], metrics["rollout_kl"]) == (1, 1, 0)
+
+
+def test_a_penalty_in_the_reward_is_taken_off_every_token(trainer_of, kept, monkeypatch):
+    trainer = trainer_of(advantage="remax", kl={"place": "reward", "estimator": "k1", "coefficient": 0.1})
+    infer = trainer._infer
+
+    def shifted(role, batch):
+        """A reference that is half a nat away everywhere."""
+        found = infer("actor", batch)
+        found["log_probs"] -= 0.5 * (role == "reference")
+        return found
+
+    monkeypatch.setattr(trainer, "_infer", shifted)
+    metrics = trainer.step()
+    batch = kept[0]
+    mask, last = batch.tokens["loss_mask"], batch.cu_seqlens[1:] - 1
+    rewards = batch.tokens["rewards"] + 0.1 * 0.5 * mask
+    assert rewards.sum() == pytest.approx(8 * metrics["reward"], abs=1e-4)
+    rewards[last] = 0
+    assert rewards.abs().max() < 1e-5
+    assert metrics["reference_kl"] == pytest.approx(0.5, abs=1e-5)
 
 
 def test_dynamic_sampling_draws_until_every_prompt_can_teach(trainer_of, kept):
