@@ -118,6 +118,19 @@ def test_micro_batches_are_close_and_only_a_tolerance_lets_them_pass(one, in_pie
     assert found["train", "weights"]["verdict"] == "close"
 
 
+def test_another_backend_learns_the_same(tmp_path):
+    """What a parity report is made of; tests/stages/test_relay_of_layouts.py compares layouts."""
+    folders = [
+        compute(tmp_path / backend, f"engine={backend}", without=("evaluate", "export"))
+        for backend in ("fsdp2", "megatron")
+    ]
+    code, found = findings(tmp_path, *folders, "--tolerance", "1e-3")
+    parts = ("weights", "optimizer", "samples", "curve")
+    assert [found["train", part]["verdict"] for part in parts] == ["close", "close", "equal", "close"], found
+    assert code == 0
+    assert max(found["train", part]["difference"] for part in ("weights", "optimizer")) < 1e-4
+
+
 def test_one_result_can_be_compared_alone(one, in_pieces):
     states = [path / "train" / "step000002" for path in (one, in_pieces)]
     code, output = baton("compare", *states, "--tolerance", "1e-3")

@@ -45,10 +45,12 @@ def check_training(
     aggregation: str = "token-mean",
     temperature: float = 1.0,
     lengths: tuple[int, ...] = LENGTHS,
+    architecture: dict[str, Any] | None = None,
     **config: Any,
 ) -> None:
     """Loss and its metrics, gradient of each tensor, its norm, and parameters after three clipped AdamW steps."""
-    model, loss, steps = subject.model(family), loss or subject.loss, batches(lengths=lengths)
+    model, loss = subject.model(family, **(architecture or {})), loss or subject.loss
+    steps = batches(lengths=lengths)
     how = {"aggregation": aggregation, "max_length": 64 if aggregation.endswith("-norm") else None}
     expected = subject.reference(model, temperature).train(steps, loss, ADAMW, **how)
     ranks = subject.run(train_on_rank, model, steps, loss, how, {"temperature": temperature, **config})

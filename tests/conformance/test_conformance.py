@@ -22,6 +22,7 @@ from tests.conformance.check_contract import (
     check_residency,
 )
 from tests.conformance.check_numbers import (
+    batches,
     check_bfloat16,
     check_inference,
     check_schedule,
@@ -52,6 +53,8 @@ ON_TWO = [
     for triple in TRIPLES
     if triple[2] == "cpu" or getattr(torch, triple[2]).device_count() >= 2
 ]
+PADDING_TOKEN = int(torch.cat([s["input_ids"] for s in batches(1)[0]]).mode().values)
+"""A token that stands in the sequences several times."""
 VALUE_MODELS = [subject for subject in SUBJECTS if subject.model_type == "value_model"]
 
 ALLOWED = ("torch", "transformers", "safetensors")
@@ -149,6 +152,13 @@ SPLITS = {
 def test_any_micro_batches(subject: Subject, split: str) -> None:
     check_training(subject, temperature=1.3, **SPLITS[split])
     check_inference(subject, **SPLITS[split])
+
+
+@on_two_ranks
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied"])
+def test_a_padding_token_inside_a_sequence(subject: Subject, family: str) -> None:
+    """Transformers gives the embedding of the padding token no gradient where it is read."""
+    check_training(subject, family, architecture={"pad_token_id": PADDING_TOKEN})
 
 
 @on_two_ranks

@@ -22,6 +22,7 @@ from tests.conformance.subject import (
     share,
 )
 from tests.conformance.table import CASES, TABLE
+from tests.conformance.test_conformance import PADDING_TOKEN
 from tests.support.models import VOCAB_SIZE
 from tests.support.ranks import RankFailed
 
@@ -79,6 +80,11 @@ def _gradient(subject: Subject, model: Path, coefficient: float) -> dict[str, Te
     engine = subject.engine(model, optimizer=UNCLIPPED, moe_aux_loss_coefficient=coefficient, **UNPACKED)
     sequences = make_sequences(0, VOCAB_SIZE, (8, 13, 30, 7) * 4)
     return first_gradient(engine, share(engine, sequences), subject.loss)
+
+
+@pytest.mark.parametrize("layout", ["world 1", "TP2", "TP2+SP", "CP2", "TP2xCP2+SP"])
+def test_a_padding_token_inside_a_sequence(layout: str) -> None:
+    check_training(language_model(layout), "qwen3-tied", architecture={"pad_token_id": PADDING_TOKEN})
 
 
 @pytest.mark.parametrize("layout", ["TP2+SP", "CP2", "TP2xPP2xDP2+SP+DO"])

@@ -6,6 +6,7 @@ off, so that the same arithmetic runs on every device.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,6 +161,11 @@ class TokenModel(GPTModel):
             vp_stage=stage,
         )
         self.rotary_pos_emb = PackedRotaryEmbedding(model)
+        if first and model.pad_token_id is not None:
+            token = model.pad_token_id % model.vocab_size
+            self.embedding.word_embeddings.register_forward_hook(
+                partial(_keep_from_learning, token, config.sequence_parallel)
+            )
         if last and model_type == "value_model":
             self.output_layer = nn.Linear(model.hidden_size, 1, bias=False, dtype=config.params_dtype)
 
@@ -171,6 +177,22 @@ class TokenModel(GPTModel):
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **named: Any) -> Tensor:
         return hidden_states
+
+
+def _keep_from_learning(
+    token: int, scattered: bool, _: nn.Module, inputs: tuple[Tensor, ...], embedded: Tensor
+) -> Tensor:
+    """No gradient for the embedding of the padding ``token`` where it is read, as in transformers, whose row of it is 0.
+
+    Args:
+        inputs: the ids, (1, rows).
+        embedded: (1, rows, hidden), or where sequence parallelism has ``scattered`` it (rows / TP, 1, hidden).
+    """
+    learns = (inputs[0] != token)[..., None]
+    if scattered:
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        learns = learns.transpose(0, 1).chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
+    return torch.where(learns, embedded, embedded.detach())
 
 
 class PackedRotaryEmbedding(nn.Module):
