@@ -10,11 +10,14 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engines.checkpoint import (
     StateDamaged,
@@ -322,6 +325,32 @@ def test_retention_never_trusts_a_damaged_state(tmp_path: Path, caplog) -> None:
     assert StateStore(tmp_path).retain("last") == [10]
     assert StateStore(tmp_path).newest() == tmp_path / "step000020"
     assert "step000030" in caplog.text
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(
+        st.just("save") | st.sampled_from(["last", "every:2", "every:3"]) | st.integers(1, 5), max_size=14
+    )
+)
+def test_retention_never_takes_the_last_state_that_can_be_verified(actions) -> None:
+    """Saves, damage to the state so many steps ago, and retention, in any order, with a restart after each."""
+    with tempfile.TemporaryDirectory() as folder:
+        step = 0
+        for action in actions:
+            store = StateStore(Path(folder))
+            if action == "save":
+                step += 1
+                save(store, step)
+            elif isinstance(action, int):
+                if (file := Path(folder) / f"step{step + 1 - action:06d}" / SHARD).exists():
+                    flip_bit(file)
+            else:
+                newest = store.newest()
+                released = store.retain(action)
+                assert StateStore(Path(folder)).newest() == newest
+                assert newest is not None or not released
+                assert all(newest > newest.with_name(f"step{gone:06d}") for gone in released)
 
 
 @pytest.mark.parametrize("lost", ["released", *DAMAGES], ids=lambda lost: getattr(lost, "__name__", lost))
