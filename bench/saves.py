@@ -132,7 +132,7 @@ def measure(trainer: PPOTrainer, folder: Path, rounds: int) -> dict[str, Any]:
 def train(trainer: PPOTrainer, store: StateStore, way: str) -> tuple[float, list[float]]:
     """Seconds of the steps and their saves, and of each call that only copies."""
     copies = []
-    with StateSaver(trainer, store, lambda step: None, lambda: None) as saver:
+    with StateSaver(trainer, store, way == "background", lambda step: None, lambda: None) as saver:
         begun = time.perf_counter()
         for step in range(STEPS):
             trainer.step()
@@ -140,8 +140,7 @@ def train(trainer: PPOTrainer, store: StateStore, way: str) -> tuple[float, list
             if way == "none" or step == STEPS - 1:
                 continue
             asked = time.perf_counter()
-            saver.save() if way == "waited" else saver.save_behind()
-            if way == "background":
+            if not saver.save(wait=False):
                 copies.append(time.perf_counter() - asked)
         saver.finish()
         return time.perf_counter() - begun, copies

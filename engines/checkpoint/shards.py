@@ -101,13 +101,15 @@ def owned_blocks(
 def write_blocks(folder: Path, rank: int, blocks: Mapping[str, Tensor]) -> None:
     """The other half of :func:`write_shards`: one file, which appears whole and durable, or none where ``blocks`` is empty.
 
+    Nothing is done after it has appeared: the state may be published then, and this folder be gone. Its names are made durable
+    by who publishes it.
+
     Raises:
         StateDiskFull: the disk cannot hold it; nothing of it is left.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     if blocks:
+        folder.mkdir(exist_ok=True)
         _save(folder / _file_name(rank), blocks)
-    make_durable(folder)
 
 
 def load_shards(

@@ -91,7 +91,9 @@ class StateStore:
     def is_written(self, step: int, roles: dict[str, list[ShardIndex]]) -> bool:
         """Whether every file that ranks said they would write since ``begin(step)`` is there. A file appears whole."""
         names = {f"{role}/{name}" for role, indexes in roles.items() for i in indexes for name in i.files}
-        return all((self._begun[step] / name).exists() for name in names)
+        folder = self._begun[step]
+        # Listed, not asked for one by one: a file system over a network remembers for long what was not there.
+        return names <= {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
 
     def newest(self, verify: bool = True, at_most: int | None = None) -> Path | None:
         """The folder of the newest state (not after step ``at_most``), or None. With ``verify`` every byte is hashed again.

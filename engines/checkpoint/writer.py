@@ -58,7 +58,5 @@ class ShardWriter:
     def _copy(self, name: str, block: Tensor) -> Tensor:
         kept = self._copies.get(name)
         if kept is None or (kept.shape, kept.dtype) != (block.shape, block.dtype):
-            # Devices copy faster into pages that stay where they are.
-            pinned = block.device.type != "cpu"
-            kept = self._copies[name] = torch.empty(block.shape, dtype=block.dtype, pin_memory=pinned)
+            kept = self._copies[name] = torch.empty(block.shape, dtype=block.dtype, device="cpu")
         return kept.copy_(block)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,50 @@ def test_a_state_is_known_to_be_written_when_all_files_are_there(tmp_path: Path)
     target = {"w": torch.zeros(4), "none": torch.ones(3)}
     load_shards(path, "actor", target)
     assert target["w"].tolist() == [0, 0, 1, 1]
+
+
+class Late(ShardWriter):
+    """Its thread begins to write when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let = threading.Event()
+        self._thread.submit(self.let.wait, 60)
+
+
+def test_a_rank_that_writes_nothing_touches_nothing_however_late_it_is(tmp_path: Path) -> None:
+    store, writer, late = StateStore(tmp_path), ShardWriter(), Late()
+    folder = store.begin(1)
+    indexes = [
+        writer.write(folder / "actor", 0, {"w": torch.ones(3)}, {}),
+        late.write(folder / "actor", 1, {"w": torch.ones(3)}, {}),  # rank 0 writes it
+    ]
+    writer.check(wait=True)
+    assert store.is_written(1, {"actor": indexes})
+    store.commit(1, {}, {"actor": indexes})
+    late.let.set()
+    late.check(wait=True)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step000001"]
+
+
+def test_a_state_can_be_published_as_soon_as_its_files_are_there(tmp_path: Path, monkeypatch) -> None:
+    """Whatever the ranks have still to do then is done in a folder that is gone."""
+    store, writer, rename = StateStore(tmp_path), ShardWriter(), Path.rename
+    committed = threading.Event()
+
+    def slow(part: Path, file: Path) -> None:
+        rename(part, file)
+        if threading.current_thread() is not threading.main_thread():
+            committed.wait(60)
+
+    monkeypatch.setattr(Path, "rename", slow)
+    index = writer.write(store.begin(1) / "actor", 0, {"w": torch.ones(3)}, {})
+    while not store.is_written(1, {"actor": [index]}):
+        time.sleep(0.001)
+    store.commit(1, {}, {"actor": [index]})
+    committed.set()
+    writer.check(wait=True)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step000001"]
 
 
 def _fill_the_disk_behind(folder: Path, end: str) -> None:

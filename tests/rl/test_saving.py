@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.checkpoint import StateDiskFull, StateStore, shards, verify_state
+from engines.checkpoint import StateDamaged, StateDiskFull, StateStore, shards, verify_state
 from tests.rl.training import STEPS, tensors, train_slice, trainer_of
 from tests.support.processes import fork
 from workflow.rl.saving import StateSaver
@@ -24,14 +24,14 @@ SECONDS = 60
 
 @contextmanager
 def saving(
-    model: Path, folder: Path, may_publish: Callable[[], None] = lambda: None
+    model: Path, folder: Path, asynchronous: bool = True, may_publish: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[PPOTrainer, StateSaver, StateStore]]:
     """A trainer before its first step, the saver of its states, and where they go."""
     config, _ = train_slice(folder, "algorithm.prompts_per_step=4")
     store = StateStore(folder / "states")
     with (
         trainer_of(config, model) as trainer,
-        StateSaver(trainer, store, lambda step: None, may_publish) as saver,
+        StateSaver(trainer, store, asynchronous, lambda step: None, may_publish) as saver,
     ):
         yield trainer, saver, store
 
@@ -52,6 +52,14 @@ def let_write(monkeypatch) -> Iterator[threading.Event]:
     event.set()
 
 
+def until(action: Callable[[], object]) -> None:
+    """Do it again and again, until it gives True or raises."""
+    end = time.monotonic() + SECONDS
+    while action() is not True:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def steps_of(store: StateStore) -> list[int]:
     return [verify_state(path)["step"] for path in sorted(store.folder.glob("step*"))]
 
@@ -64,14 +72,14 @@ def test_states_are_those_of_a_run_that_waits_for_each(model, tmp_path, let_writ
     found = {}
     for name in ("waited", "behind"):
         (tmp_path / name).mkdir()
-        with saving(model, tmp_path / name) as (trainer, saver, store):
+        with saving(model, tmp_path / name, asynchronous=name == "behind") as (trainer, saver, store):
             for step in range(1, STEPS + 1):
                 trainer.step()
                 if name == "waited":
-                    saver.save()
+                    assert saver.save(wait=False)  # nothing else is chosen
                 elif step % 2:
                     let_write.clear()
-                    saver.save_behind()
+                    assert not saver.save(wait=False)
                 else:  # this step changed every tensor before the first byte of its predecessor's state was written
                     saver.check()
                     assert step - 1 not in steps_of(store)
@@ -90,21 +98,18 @@ def test_states_are_those_of_a_run_that_waits_for_each(model, tmp_path, let_writ
 def test_a_state_is_published_while_nobody_asks(model, tmp_path):
     with saving(model, tmp_path) as (trainer, saver, store):
         trainer.step()
-        saver.save_behind()
-        end = time.monotonic() + SECONDS
-        while not (store.folder / "step000001").exists():
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        saver.save(wait=False)
+        until(lambda: (store.folder / "step000001").exists())
 
 
 def test_the_next_state_waits_for_the_one_before(model, tmp_path, let_write):
     with saving(model, tmp_path) as (trainer, saver, store):
         trainer.step()
         let_write.clear()
-        saver.save_behind()
+        saver.save(wait=False)
         threading.Timer(0.2, let_write.set).start()
         trainer.step()
-        saver.save_behind()
+        saver.save(wait=False)
         assert steps_of(store)[0] == 1
     assert steps_of(store) == [1, 2]
     assert saver.slowest >= 0.2  # what a job that is asked to stop may have to wait for
@@ -119,16 +124,15 @@ def _disk_fills_up(model: Path, folder: Path, monkeypatch, noticed_by: str) -> N
         saver.save()
         monkeypatch.setattr(shards, "save_file", fails)
         trainer.step()
-        saver.save_behind()
+        saver.save(wait=False)
         trainer.step()
         if noticed_by == "check":  # at once, but for the time that it takes to fail
-            while time.sleep(0.01) is None:
-                saver.check()
+            until(saver.check)
         elif noticed_by != "the end":
             getattr(saver, noticed_by)()
 
 
-@pytest.mark.parametrize("noticed_by", ["check", "save_behind", "save", "finish", "the end"])
+@pytest.mark.parametrize("noticed_by", ["check", "save", "finish", "the end"])
 def test_what_keeps_a_state_from_being_written_is_raised(noticed_by, model, tmp_path, monkeypatch):
     with pytest.raises(StateDiskFull, match="No space left"):
         _disk_fills_up(model, tmp_path, monkeypatch, noticed_by)
@@ -143,9 +147,8 @@ def _fails_to_publish(model: Path, folder: Path, monkeypatch) -> None:
     with saving(model, folder) as (trainer, saver, store):
         trainer.step()
         monkeypatch.setattr(store, "commit", fails)
-        saver.save_behind()
-        while time.sleep(0.01) is None:
-            saver.check()
+        saver.save(wait=False)
+        until(saver.check)
 
 
 def test_what_keeps_a_state_from_being_published_is_raised(model, tmp_path, monkeypatch):
@@ -154,10 +157,23 @@ def test_what_keeps_a_state_from_being_published_is_raised(model, tmp_path, monk
     assert steps_of(StateStore(tmp_path / "states")) == []
 
 
+def _a_file_is_lost(model: Path, folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr(shards, "save_file", lambda blocks, part: part.write_bytes(b""))
+    monkeypatch.setattr(Path, "rename", lambda part, file: None)  # what a rank says it wrote is seen nowhere
+    with saving(model, folder) as (trainer, saver, _):
+        trainer.step()
+        saver.save()
+
+
+def test_what_was_written_and_is_not_seen_is_no_reason_to_wait_for_ever(model, tmp_path, monkeypatch):
+    with pytest.raises(StateDamaged, match="names files that were not written"):
+        _a_file_is_lost(model, tmp_path, monkeypatch)
+
+
 def _training_fails(model: Path, folder: Path) -> None:
     with saving(model, folder) as (trainer, saver, _):
         trainer.step()
-        saver.save_behind()
+        saver.save(wait=False)
         raise ZeroDivisionError
 
 
@@ -177,15 +193,16 @@ def _leave() -> None:
     raise Left
 
 
-def _folder_is_lost(model: Path, folder: Path) -> None:
-    with saving(model, folder, may_publish=_leave) as (trainer, saver, _):
+def _folder_is_lost(model: Path, folder: Path, asynchronous: bool) -> None:
+    with saving(model, folder, asynchronous, may_publish=_leave) as (trainer, saver, _):
         trainer.step()
-        saver.save_behind()
+        saver.save(wait=False)
 
 
-def test_nothing_is_published_in_a_folder_that_is_another_s(model, tmp_path):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_nothing_is_published_in_a_folder_that_is_another_s(model, tmp_path, asynchronous):
     with pytest.raises(Left):
-        _folder_is_lost(model, tmp_path)
+        _folder_is_lost(model, tmp_path, asynchronous)
     assert steps_of(StateStore(tmp_path / "states")) == []
 
 
@@ -201,9 +218,8 @@ def _killed_while_writing(model: Path, folder: Path) -> None:
         saver.save()
         trainer.step()
         shards.save_file = killed
-        saver.save_behind()
-        while True:
-            trainer.step()
+        saver.save(wait=False)
+        until(trainer.step)
 
 
 def test_killed_while_a_state_is_written_the_one_before_is_used(model, tmp_path, caplog):
@@ -215,6 +231,6 @@ def test_killed_while_a_state_is_written_the_one_before_is_used(model, tmp_path,
         trainer.load(store.newest())
         assert trainer.steps_done == 1
         trainer.step()
-        saver.save_behind()
+        saver.save(wait=False)
     assert sorted(path.name for path in store.folder.iterdir()) == ["step000001", "step000002"]
     assert not caplog.records

@@ -111,6 +111,11 @@ class FolderLock:
         """Whether somebody else has taken the lock from us."""
         return self._mine and self.holder() not in (None, _myself())
 
+    @property
+    def held(self) -> bool:
+        """Whether this process may write into the folder: it has taken the lock, has not given it back, and nobody else has it."""
+        return self._mine and not self.lost
+
     def release(self) -> None:
         """Give the lock back; nothing happens when it is not ours."""
         self._stop.set()

@@ -19,7 +19,7 @@ START_SECONDS, LOAD_SECONDS, STEP_SECONDS, MEAN_STEP_SECONDS, SAVE_SECONDS = (
     "start_seconds", "load_seconds", "step_seconds", "mean_step_seconds", "save_seconds",
 )  # fmt: skip
 """What a segment's manifest says (``extra``): before the first step; of that, verifying and loading the state; the slowest step; a
-step on average, but for the first; the slowest save."""
+step on average, but for the first; the slowest save, and on top the slowest in the background: both may lie before the end."""
 SIGNAL_SLACK = 60
 """Seconds by which SLURM may be late with a signal: it looks at time limits once in a while only (man sbatch, --signal)."""
 NEWEST = 4

@@ -11,6 +11,7 @@ from workflow.compare import NotComparable, compare, find_pairs
 from workflow.drill.campaign import Campaign
 from workflow.drill.evidence import starts
 from workflow.drill.processes import drivers, wait_gone, working_in
+from workflow.drill.watch import PUBLISHED, last_start
 from workflow.manifest import ManifestError, read_manifest, verify
 from workflow.rl.metrics import METRICS_FILE, SFT_CURVE_FILE, read_metrics
 
@@ -29,7 +30,7 @@ def problems(campaign: Campaign, reference: Campaign) -> list[str]:
     for spec in plan.stages.values():
         found += step_problems(campaign.folder, spec)
         found += start_problems(campaign.folder, spec)
-    return [*found, *_leftovers(campaign), *_locks(reference)]
+    return [*found, *_leftovers(campaign), *_locks(campaign)]
 
 
 def _results(campaign: Campaign, reference: Campaign, plan: Plan) -> Iterator[str]:
@@ -98,9 +99,11 @@ def _leftovers(campaign: Campaign) -> Iterator[str]:
     yield from _files(campaign, "store/train/*/.step*", "store/*/*/failure*.json")
 
 
-def _locks(reference: Campaign) -> Iterator[str]:
-    """Who is not killed gives up what it locked. (Killed right after it published, it leaves a lock that nobody needs.)"""
-    yield from _files(reference, "store/*/*/lock.json", "store/*/*/release.json")
+def _locks(campaign: Campaign) -> Iterator[str]:
+    """A start that came to its end has given up its lock. Killed after it published and before that, it leaves one that nobody needs."""
+    for lock in sorted((campaign.folder / "results").glob("store/*/*/lock.json")):
+        if PUBLISHED in last_start(lock.parent):  # what a start says last
+            yield f"{lock.relative_to(campaign.folder)} is left"
 
 
 def _files(campaign: Campaign, *patterns: str) -> Iterator[str]:

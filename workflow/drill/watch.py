@@ -29,6 +29,8 @@ _EVENT = struct.Struct("iIII")
 _TEMPORARY_STATE = re.compile(r"\.step\d{6,}\.[0-9a-f]+")
 _STATE = re.compile(r"step\d{6,}")
 _LOG = re.compile(r"log(-step\d+)?\.txt")
+PUBLISHED = "published "
+"""What a start's log says at its very end, when it was a success."""
 _TEMPORARY_MANIFEST = "..published.json."
 
 
@@ -79,8 +81,8 @@ class Watcher:
         """Whether the stage in ``folder`` is in this phase now, as far as its files tell."""
         if phase == SAVE:
             return any(_TEMPORARY_STATE.fullmatch(name) for name in _names(folder))
-        word = "going on after" if phase == LOAD else "published "
-        return word not in _last_start(folder)
+        word = "going on after" if phase == LOAD else PUBLISHED
+        return word not in last_start(folder)
 
     def _understand(self, folder: Path, name: str, mask: int) -> list[Moment]:
         path = folder / name
@@ -100,13 +102,13 @@ class Watcher:
         if name == STATE_FILE and mask & _OPEN and self._is_starting(stage):
             return self._begin(LOAD, stage)
         if _LOG.fullmatch(name) and mask & _MODIFY:
-            said = _last_start(stage)
+            said = last_start(stage)
             found = self._end(LOAD, stage) if "going on after" in said else []
-            return found + (self._end(PUBLICATION, stage) if "published " in said else [])
+            return found + (self._end(PUBLICATION, stage) if PUBLISHED in said else [])
         return []
 
     def _is_starting(self, stage: Path) -> bool:
-        said = _last_start(stage)
+        said = last_start(stage)
         return bool(said) and "going on after" not in said and "starting from" not in said
 
     def _begin(self, phase: str, folder: Path) -> list[Moment]:
@@ -165,7 +167,7 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-def _last_start(stage: Path) -> str:
+def last_start(stage: Path) -> str:
     """What the newest log of a stage says since its last start."""
     logs = [stage / name for name in _names(stage) if _LOG.fullmatch(name)]
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from workflow.rl.trainer import PPOTrainer
 
 POLL_SECONDS = 0.05
 """Between two looks whether the ranks' files are there."""
+_log = logging.getLogger(__name__)
 
 
 class StateSaver:
@@ -24,22 +26,24 @@ class StateSaver:
     that appears is as whole and as durable as one that was waited for.
 
     Args:
+        asynchronous: whether states are saved in the background at all.
         published: called with the step of each state, by the thread that published it.
-        may_publish: called right before a state is published in the background; must not return where that is forbidden.
+        may_publish: called right before a state is published; must not return where that is forbidden.
     """
 
     def __init__(
         self,
         trainer: PPOTrainer,
         store: StateStore,
+        asynchronous: bool,
         published: Callable[[int], None],
         may_publish: Callable[[], None],
     ) -> None:
-        self._trainer, self._store = trainer, store
+        self._trainer, self._store, self._asynchronous = trainer, store, asynchronous
         self._published, self._may_publish = published, may_publish
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
         self._publishing: Future[None] | None = None
-        self._given_up = threading.Event()
+        self._written, self._given_up = threading.Event(), threading.Event()
         self._seconds, self._seconds_behind = 0.0, 0.0
 
     @property
@@ -47,26 +51,25 @@ class StateSaver:
         """Seconds that it takes, at worst, until a state is published that is asked for now: one may still be on its way."""
         return self._seconds + self._seconds_behind
 
-    def save(self) -> None:
-        """Publish the state after the steps done so far, and wait for it."""
-        self.finish()
-        begun = time.monotonic()
-        self._trainer.save(self._store)
-        self._published(self._trainer.steps_done)
-        self._seconds = max(self._seconds, time.monotonic() - begun)
+    def save(self, wait: bool = True) -> bool:
+        """Publish the state after the steps done so far; without ``wait``, while the next steps run, if that is chosen.
 
-    def save_behind(self) -> None:
-        """Have that state published while the next steps run. Waits for the state before, if that is still on its way.
+        Waits first for the state before, if that is still on its way.
 
+        Returns:
+            Whether the state is published already.
         Raises:
-            StateError, WorkerError, OSError: that one could not be saved.
+            StateError, WorkerError, OSError: this state could not be saved, or the one before.
         """
         self.finish()
-        begun, trainer = time.monotonic(), self._trainer
-        roles = trainer.write(self._store.begin(trainer.steps_done), background=True)
-        self._publishing = self._thread.submit(
-            self._publish, trainer.steps_done, trainer.state(), roles, begun
-        )
+        begun = time.monotonic()
+        # Once it is chosen, all states go through the same copies: else memory would be needed for both.
+        self._begin(begun) if self._asynchronous else self._save()
+        if self._asynchronous and not wait:
+            return False
+        self.finish()
+        self._seconds = max(self._seconds, time.monotonic() - begun)
+        return True
 
     def check(self) -> None:
         """Raise what kept a state from being saved in the background, if anything did: no later than after the next step."""
@@ -79,6 +82,7 @@ class StateSaver:
         """Wait until nothing is on its way. Raises as :meth:`check` does."""
         if self._publishing is not None:
             self._trainer.check_written(wait=True)
+            self._written.set()
             self._end()
 
     def __enter__(self) -> StateSaver:
@@ -87,20 +91,37 @@ class StateSaver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """A state whose files are all there is still published; others are given up, where an error ends the training."""
+        """A state that is all written is still published; where an error ends the training, one that is not is given up."""
         try:
             if error is None:
                 self.finish()
         finally:
             self._given_up.set()
             self._thread.shutdown()
+        if error is not None and self._publishing is not None and (reason := self._publishing.exception()):
+            _log.warning("A state was not saved: %s", reason)
+
+    def _save(self) -> None:
+        self._may_publish()
+        self._trainer.save(self._store)
+        self._published(self._trainer.steps_done)
+
+    def _begin(self, begun: float) -> None:
+        trainer = self._trainer
+        self._written.clear()
+        roles = trainer.write(self._store.begin(trainer.steps_done), background=True)
+        self._publishing = self._thread.submit(
+            self._publish, trainer.steps_done, trainer.state(), roles, begun
+        )
 
     def _publish(
         self, step: int, state: dict[str, Any], roles: dict[str, list[ShardIndex]], begun: float
     ) -> None:
-        while not self._store.is_written(step, roles):
-            if self._given_up.wait(POLL_SECONDS):
+        # When the ranks say that all is written, it is: what is missing then is an error, which the store names.
+        while not self._store.is_written(step, roles) and not self._written.is_set():
+            if self._given_up.is_set():
                 return
+            self._written.wait(POLL_SECONDS)
         self._may_publish()
         self._store.commit(step, state, roles)
         self._published(step)

@@ -88,8 +88,8 @@ class StageContext:
         self.attempts.step_done(step)
 
     def leave_if_lost(self) -> None:
-        """End the process when its folder is another's."""
-        if self.lock is not None and self.lock.lost:
+        """End the process when its folder is another's, or may be."""
+        if self.lock is not None and not self.lock.held:
             _leave()
 
 

@@ -49,8 +49,9 @@ class StopRequest:
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: object) -> None:
-        again = self.requested and time.monotonic() - self._since > ONE_REQUEST_SECONDS
-        if not self.requested:
-            self.requested, self._since = True, time.monotonic()
+        now, again = time.monotonic(), self.requested
+        if again and now - self._since <= ONE_REQUEST_SECONDS:
+            return
+        self.requested, self._since = True, now
         if again or not self._held:
             raise StoppedOnRequest(f"interrupted by {signal.Signals(number).name}")

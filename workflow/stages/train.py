@@ -162,7 +162,7 @@ def advance(context: StageContext, trainer: PPOTrainer, store: StateStore, end: 
         context.log.info("the state after step %d is saved", step)
 
     with (
-        StateSaver(trainer, store, published, context.leave_if_lost) as saver,
+        StateSaver(trainer, store, config.asynchronous, published, context.leave_if_lost) as saver,
         context.progress("train", end - trainer.steps_done) as bar,
     ):
         while trainer.steps_done < end:
@@ -174,10 +174,9 @@ def advance(context: StageContext, trainer: PPOTrainer, store: StateStore, end: 
             bar.advance(**_shown(metrics))
             saver.check()
             save, stopped = context.triggers.save_asked, _asked_to_stop(context)
-            if save or stopped or trainer.steps_done == end:
-                saver.save()
-            elif is_due(trainer.steps_done):
-                saver.save_behind() if config.asynchronous else saver.save()
+            wait = save or stopped is not None or trainer.steps_done == end
+            if (wait or is_due(trainer.steps_done)) and saver.save(wait):
+                stopped = stopped or _asked_to_stop(context)  # while it was saved
             if save:
                 context.triggers.saved()
             if stopped and trainer.steps_done < context.step:
@@ -186,7 +185,6 @@ def advance(context: StageContext, trainer: PPOTrainer, store: StateStore, end: 
 
 
 def _asked_to_stop(context: StageContext) -> type[StoppedOnRequest] | None:
-    """Looked at once a step: a request that comes while a state is saved, or is not, waits for the next."""
     if context.triggers.stop_asked:
         return StoppedByUser
     return StoppedOnRequest if context.stop.requested else None
