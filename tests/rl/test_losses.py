@@ -356,6 +356,13 @@ def test_value_terms_are_their_formula():
     assert clipped_tokens > 0
 
 
+def test_values_inside_the_range_do_not_count_as_clipped():
+    batch, outputs = random_batch([30, 30])
+    batch.tokens["old_values"] *= 0.01
+    outputs[2] = batch.tokens["old_values"] + 0.05 * outputs[1].clamp(-1, 1)
+    assert evaluate(ValueLoss(0.2), batch, outputs)[1]["value_clip_fraction"][0] == 0
+
+
 def test_sft_terms_are_negative_log_likelihoods():
     batch, outputs = random_batch([4])
     terms, metrics = evaluate(SftLoss(), batch, outputs)

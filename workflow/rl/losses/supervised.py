@@ -27,9 +27,11 @@ class ValueLoss:
         old, returns, mask = (batch.tokens[name] for name in ("old_values", "returns", "loss_mask"))
         clipped = old + (outputs.values - old).clamp(-self.clip, self.clip)
         error, clipped_error = (outputs.values - returns).square(), (clipped - returns).square()
+        # Inside the range both errors are one number, computed in two ways: which is larger says nothing.
+        outside = (outputs.values - old).abs() > self.clip
         metrics = {
             "value_error": error,
-            "value_clip_fraction": clipped_error > error,
+            "value_clip_fraction": outside & (clipped_error > error),
             "value": outputs.values,
         }
         return torch.maximum(error, clipped_error) / 2, over_loss_tokens(metrics, mask)
