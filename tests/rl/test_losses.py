@@ -358,8 +358,8 @@ def test_value_terms_are_their_formula():
 
 def test_values_inside_the_range_do_not_count_as_clipped():
     batch, outputs = random_batch([30, 30])
-    batch.tokens["old_values"] *= 0.02
-    outputs[2] *= 0.02
+    for field in (batch.tokens["old_values"], batch.tokens["returns"], outputs[2]):
+        field *= 0.02
     assert evaluate(ValueLoss(0.2), batch, outputs)[1]["value_clip_fraction"][0] == 0
 
 
