@@ -121,7 +121,7 @@ def test_micro_batches_are_close_and_only_a_tolerance_lets_them_pass(one, in_pie
 def test_another_backend_learns_the_same(tmp_path):
     """What a parity report is made of; tests/stages/test_relay_of_layouts.py compares layouts."""
     folders = [
-        compute(tmp_path / backend, f"engine={backend}", without=("evaluate", "export"))
+        compute(tmp_path / backend, "algorithm=ppo", f"engine={backend}", without=("evaluate", "export"))
         for backend in ("fsdp2", "megatron")
     ]
     code, found = findings(tmp_path, *folders, "--tolerance", "1e-3")
