@@ -52,9 +52,9 @@ CAMPAIGN = {
         "model.architecture.head_dim=64",
         "algorithm=grpo",
         "algorithm.steps=8",
-        "algorithm.prompts_per_step=8",
+        "algorithm.prompts_per_step=4",
         "algorithm.samples_per_prompt=4",
-        "algorithm.mini_batch_size=32",
+        "algorithm.mini_batch_size=16",
         "rollout.max_new_tokens=32",
         "data.heldout_size=8",
         "evaluate.problems=8",
@@ -68,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--output", type=Path, default=Path("results/bench/saves.json"))
     args = parser.parse_args()
     torch.set_num_threads(1)
