@@ -63,11 +63,15 @@ class StateSaver:
         """
         self.finish()
         begun = time.monotonic()
-        # Once it is chosen, all states go through the same copies: else memory would be needed for both.
-        self._begin(begun) if self._asynchronous else self._save()
-        if self._asynchronous and not wait:
-            return False
-        self.finish()
+        if not self._asynchronous:
+            self._may_publish()
+            self._trainer.save(self._store)
+            self._published(self._trainer.steps_done)
+        else:
+            self._begin(begun)  # also to be waited for: a copy of another kind would need more memory
+            if not wait:
+                return False
+            self.finish()
         self._seconds = max(self._seconds, time.monotonic() - begun)
         return True
 
@@ -100,11 +104,6 @@ class StateSaver:
             self._thread.shutdown()
         if error is not None and self._publishing is not None and (reason := self._publishing.exception()):
             _log.warning("A state was not saved: %s", reason)
-
-    def _save(self) -> None:
-        self._may_publish()
-        self._trainer.save(self._store)
-        self._published(self._trainer.steps_done)
 
     def _begin(self, begun: float) -> None:
         trainer = self._trainer
