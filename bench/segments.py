@@ -68,6 +68,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of a segment; as many as take that long when not given")
     parser.add_argument("--output", type=Path, help="results/bench/segments.json, or segments-whole.json")
     args = parser.parse_args()
+    if args.steps is not None and args.steps < 2:
+        parser.error("--steps must be at least 2: the first of a segment is not counted")
     output = args.output or Path(f"results/bench/segments{'-whole' if args.whole else ''}.json")
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as made:
         one, cut = measure(Path(made).resolve(), args.run, args.of if args.whole else SHORT, args.steps)

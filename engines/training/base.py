@@ -158,6 +158,8 @@ class BaseEngine(ABC):
         if self.config.deterministic:
             compute_deterministically(self.config.device)
             set_variables(self.deterministic_variables, f"backend {self.config.backend}")
+        elif self.config.device == "cpu" and torch.get_num_threads() > 1:
+            compute_deterministically("cpu")  # several threads add a row that is read often in any order
         self.build()
         self.module.eval()
         self._apply_learning_rate()

@@ -165,3 +165,28 @@ def test_what_a_backend_needs_is_refused_like_what_a_device_needs(monkeypatch: p
     monkeypatch.setenv(TRANSFORMER_ENGINE, "1")
     with pytest.raises(DeterminismError, match=f"{TRANSFORMER_ENGINE}=1, and backend megatron needs"):
         set_variables({TRANSFORMER_ENGINE: "0"}, "backend megatron")
+
+
+def gradients_of_rows_read_often(model: Path, threads: int) -> tuple[bool, int]:
+    """After an engine was built: whether torch's switch is on, and how many different gradients the same indexing has."""
+    torch.set_num_threads(threads)
+    host = RankHost(scenario.specs(model)[:1])
+    host.initialize()
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, 64, (20_000,), generator=generator)
+    weight = torch.randn(20_000, 64, generator=generator)
+    found = set()
+    for _ in range(20):
+        table = torch.zeros(64, 64, requires_grad=True)
+        (table[rows] * weight).sum().backward()
+        found.add(table.grad.numpy().tobytes())
+    return torch.are_deterministic_algorithms_enabled(), len(found)
+
+
+@pytest.mark.parametrize(("threads", "switched"), [(1, False), (2, True)])
+def test_a_cpu_is_deterministic_with_several_threads_too(
+    threads: int, switched: bool, tmp_path: Path
+) -> None:
+    """As in a mixture, whose experts read a token several times: two threads added its gradients as they came."""
+    model = save_tiny_model(tmp_path / "model")
+    assert run_ranks(1, gradients_of_rows_read_often, model, threads) == [(switched, 1)]

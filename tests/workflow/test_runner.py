@@ -46,7 +46,9 @@ def test_a_stage_publishes_once(project, planned):
     assert os.uname().nodename not in text
     assert stage(project, path, spec).returncode == PUBLISHED
     (output / MANIFEST).unlink()  # as a workflow engine does with the output of a job it takes for failed
+    Path(spec.failure()).write_text("{}")  # as a start does that could not give it this name
     assert stage(project, path, spec).returncode == PUBLISHED
+    assert not Path(spec.failure()).exists()
     assert read_manifest(output / MANIFEST) == manifest
     assert ends(spec) == ["published"]
     weights = next((output / "model").glob("*.safetensors"))

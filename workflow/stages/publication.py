@@ -51,6 +51,8 @@ def published(spec: StageSpec, output: Path) -> Manifest | None:
         if manifest.identity == spec.identity and not check_files(output, manifest):
             if path.name == TWIN:
                 _give_first_name(output)
+                # Of a start that could not give it: a result, and no failure.
+                Path(spec.failure(manifest.step)).unlink(missing_ok=True)
             return manifest
     return None
 

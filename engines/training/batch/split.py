@@ -175,7 +175,7 @@ def _fits(bins: list[list[int]], lengths: list[int], budget: int) -> bool:
 
 
 def _by_cost(bins: list[list[int]], costs: list[int]) -> list[list[int]]:
-    """Non-empty bins, costly ones first: ranks then meet at collectives with bins of like cost, and memory peaks early."""
+    """Non-empty bins, costly ones first: ranks then meet at collectives with bins of like cost. (A pipeline reorders them.)"""
     return sorted((b for b in bins if b), key=lambda b: (-sum(costs[i] for i in b), b))
 
 
