@@ -28,6 +28,8 @@ class Sleeping(Campaign):
 
 def drill_in(folder: Path) -> None:
     """A drill in the middle of its second campaign."""
+    # A shell that starts tests in the background has it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with kept(folder):
         campaign = Sleeping(folder / "disturbed 1", [])
         with own_disk(campaign):
