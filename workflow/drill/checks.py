@@ -82,7 +82,8 @@ def start_problems(folder: Path, spec: StageSpec) -> Iterator[str]:
             if key in begun:
                 yield f"{spec.stage} {spec.name}: start {key[1]} of the segment to {key[0]} began twice"
             begun[key] = line["begun"]
-        if "end" in line and line["end"] != "killed" and key in begun:
+        # A second end, withdrawn, is said of a start whose result was damaged later; it takes no time.
+        if line.get("end", "killed") not in ("killed", "withdrawn") and key in begun:
             working.append((begun[key], begun[key] + line["seconds"]))
     working.sort()
     for (_, end), (after, _) in itertools.pairwise(working):
