@@ -77,7 +77,8 @@ def test_two_starts_at_a_time_and_a_start_that_began_twice_are_found(tmp_path, t
     one_after_the_other = [(2, 1, 0.0, 5.0, "stopped"), (2, 2, 5.0, 5.0, "published")]
     write_starts(tmp_path, train, one_after_the_other)
     assert [*start_problems(tmp_path, train)] == []
-    with (tmp_path / train.folder / "attempts.jsonl").open("a") as file:  # its result was damaged, and it is made anew
+    # Its result was damaged, and is made anew.
+    with (tmp_path / train.folder / "attempts.jsonl").open("a") as file:
         file.write(json.dumps({"segment": 2, "number": 2, "end": "withdrawn"}) + "\n")
     assert [*start_problems(tmp_path, train)] == []
     write_starts(tmp_path, train, [(2, 1, 0.0, 5.0, "stopped"), (2, 2, 4.0, 5.0, "published")])
