@@ -89,7 +89,7 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=half,
-        # Embeddings are indexed then: the gradient of torch's look-up is added up in any order.
+        # Embeddings are indexed then: Megatron does not trust torch's look-up to add its gradient in one order.
         deterministic_mode=engine.deterministic,
         # All weights are read from files.
         use_cpu_initialization=True,
