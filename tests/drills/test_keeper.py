@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import fork
+from workflow.campaign.lock import HEAD_LOCK, RELEASE_LOCK, FolderLock
 from workflow.drill.campaign import Campaign, DrillError, Pulse, own_disk, until
 from workflow.drill.keeper import _unescaped, kept, mounts_in, tidy
 from workflow.drill.processes import working_in
@@ -67,11 +68,15 @@ def test_mounts_have_their_names_back():
     assert _unescaped(r"/results/a\040b\134c") == r"/results/a b\c"
 
 
-def test_a_campaign_hangs_when_it_writes_nothing_however_its_lock_is_touched(tmp_path):
+def test_a_campaign_hangs_when_it_writes_nothing_however_its_locks_are_touched(tmp_path):
+    """The head's, a stage's, and that of the one that gives states up."""
     campaign = Campaign(tmp_path / "one", [])
-    stage = campaign.folder / "results/store/train/a-run"
+    results = campaign.folder / "results"
+    stage = results / "store/train/a-run"
     stage.mkdir(parents=True)
-    (stage / "lock.json").write_text("{}")
+    locks = [FolderLock(results, HEAD_LOCK), FolderLock(stage), FolderLock(stage, RELEASE_LOCK)]
+    for lock in locks:
+        lock.acquire()
     pulse = Pulse(campaign, quiet=0.4)
     end = time.monotonic() + 1.2
     while time.monotonic() < end:  # three times as long as it may be quiet
@@ -81,9 +86,25 @@ def test_a_campaign_hangs_when_it_writes_nothing_however_its_lock_is_touched(tmp
         time.sleep(0.02)
 
     def hangs() -> bool:
-        os.utime(stage / "lock.json")
+        for lock in locks:
+            os.utime(lock.path)
         return not pulse.beats()
 
     assert until(hangs, 20)
     with pytest.raises(DrillError, match="it hangs: nothing was written for"):
         pulse.check()
+    for lock in locks:
+        lock.release()
+
+
+def test_a_campaign_that_goes_on_writing_never_hangs(tmp_path, monkeypatch):
+    """However long it takes: two hours, and a line in each minute."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    campaign = Campaign(tmp_path / "one", [])
+    pulse = Pulse(campaign)
+    for _ in range(120):
+        clock[0] += 60
+        with campaign.output.open("a") as output:
+            output.write("going on\n")
+        assert pulse.beats()

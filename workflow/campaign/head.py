@@ -15,7 +15,7 @@ from engines.config import ConfigError, parse
 from engines.model_folder import ModelFolderError
 from workflow.campaign.build import PlannedRun, make_plan
 from workflow.campaign.code import code_digest, snapshot, source_root
-from workflow.campaign.lock import FolderLock, LockHeld
+from workflow.campaign.lock import HEAD_LOCK, FolderLock, LockHeld
 from workflow.campaign.plan import CURRENT, RESULTS, Plan, PlanError, read_plan, write_plan
 from workflow.campaign.preflight import (
     DiskFull,
@@ -38,8 +38,6 @@ REFUSALS = (
 )  # fmt: skip
 """What makes a campaign stop before its first job; each message is for the person who started it."""
 CODE = RESULTS / ".code"
-HEAD_LOCK = ".head.json"
-"""In the results folder, held by the head that is running."""
 GAVE_WAY = 3
 """Exit code of a head that another one took for dead."""
 

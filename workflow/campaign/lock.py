@@ -13,6 +13,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+STAGE_LOCK = "lock.json"
+"""In a stage's folder, held by the start that works on it."""
+HEAD_LOCK = ".head.json"
+"""In the results folder, held by the head that is running."""
+RELEASE_LOCK = "release.json"
+"""In a training's folder, held by whoever gives up states."""
 HEARTBEAT_SECONDS = 20.0
 STALE_SECONDS = 180.0
 """A holder on another host that has not touched its lock for so long is taken for dead, unless SLURM says that its job goes on."""
@@ -57,7 +63,7 @@ class FolderLock:
     def __init__(
         self,
         folder: Path,
-        name: str = "lock.json",
+        name: str = STAGE_LOCK,
         job_is_final: Callable[[str], bool | None] | None = None,
         on_lost: Callable[[], None] | None = None,
     ) -> None:
@@ -159,6 +165,11 @@ class FolderLock:
                 os.utime(self.path)
             except FileNotFoundError:
                 return
+
+
+def is_lock(name: str) -> bool:
+    """Whether a file of this name is a lock, or made in taking one: its holder touches it, at work or not."""
+    return any(lock in name for lock in (STAGE_LOCK, HEAD_LOCK, RELEASE_LOCK))
 
 
 def process_start(pid: int) -> str | None:

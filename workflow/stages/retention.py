@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from engines.checkpoint.store import StateStore
-from workflow.campaign.lock import FolderLock
+from workflow.campaign.lock import RELEASE_LOCK, FolderLock
 from workflow.campaign.plan import CURRENT, RESULTS, Plan, PlanError, StageSpec, read_plan
 from workflow.cluster.states import job_is_final
 
@@ -18,7 +18,7 @@ def release_states(plan: Plan, train: StageSpec) -> list[int]:
     Returns the steps that were released. Waits for another process that is at it: it may have looked before this one published,
     and of the last two readers one has to see that no other is left.
     """
-    lock = FolderLock(Path(train.folder), "release.json", job_is_final)
+    lock = FolderLock(Path(train.folder), RELEASE_LOCK, job_is_final)
     for _ in lock.wait():
         pass
     try:
