@@ -51,9 +51,10 @@ def _explain(config_type: type[Config], problem: dict[str, Any], path: str) -> s
         return f"{key}: unknown key; {hint}"
     message = problem["msg"].removeprefix("Value error, ")
     if isinstance(problem["input"], dict | Config) and problem["type"] == "value_error":
-        # Of a whole section: its text names the key that is wrong, so the section is not shown.
-        owner = _owner(config_type, location)
-        named = owner is not None and message.partition("=")[0] in owner.model_fields
+        # Of a whole section: its text names the key that is wrong, or its path, so the section is not shown.
+        *section, name = message.partition("=")[0].split(".")
+        owner = _owner(config_type, [*location, *section])
+        named = owner is not None and name in owner.model_fields
         return f"{key}{('.' if named else ': ') if key else ''}{message}"
     if problem["type"] == "missing":
         return f"{key}: missing; {message}"

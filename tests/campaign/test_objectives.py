@@ -81,6 +81,8 @@ REFUSED = {
     "bounds of a rejection": ({"correction": {"reject_low": 2.0}}, ["algorithm.correction.reject_low=2.0", "below reject_high"]),
     "covariances the wrong way round": ({"covariance": {"low": 9.0}}, ["algorithm.covariance.low=9.0", "below high=5.0"]),
     "a gradient of a reward": ({"kl": {"place": "reward", "estimator": "k1+"}}, ["algorithm.kl.estimator='k1+'", "write k1"]),
+    "a penalty that could become a reward": ({"kl": {"place": "loss", "adaptive": True, "horizon": 102}}, ["algorithm.kl.horizon=102", "512 samples per step", "at least 103"]),
+    "a coefficient that stays 0": ({"kl": {"place": "loss", "adaptive": True, "coefficient": 0}}, ["algorithm.kl.coefficient=0", "above 0"]),
     "a dual clip of less than one": ({"dual_clip": 0.5}, ["algorithm.dual_clip=0.5", "greater than 1"]),
 }  # fmt: skip
 

@@ -1,10 +1,13 @@
 import math
+from fractions import Fraction
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engines.config import ConfigError, parse
-from workflow.campaign.algorithm import KLConfig
+from workflow.campaign.algorithm import AlgorithmConfig, KLConfig
 from workflow.rl.kl import ESTIMATORS, KLController, kl_estimate
 
 
@@ -62,6 +65,23 @@ def test_far_apart_policies_stay_finite():
         kl_estimate(*far, "k4")
 
 
+@pytest.mark.parametrize("estimator", ["k3", "k3+"])
+def test_k3_is_not_bounded_where_the_policy_has_left_the_reference(estimator):
+    """At log r = -25 the value is its definition, and the gradient is k3's, 1 - r (or k2's, -log r)."""
+    policy = torch.tensor([-0.1], dtype=torch.float64, requires_grad=True)
+    found = kl_estimate(policy, policy.detach() - 25, estimator)
+    assert found.item() == pytest.approx(math.exp(-25) - 1 + 25)
+    (gradient,) = torch.autograd.grad(found.sum(), policy)
+    assert gradient.item() == pytest.approx({"k3": 1 - math.exp(-25), "k3+": 25}[estimator])
+
+
+def test_k3_leads_nowhere_where_it_would_overflow():
+    policy = torch.tensor([-25.0, -1000.0], requires_grad=True)
+    found = kl_estimate(policy, torch.zeros(2), "k3")
+    torch.testing.assert_close(found.detach(), torch.full((2,), math.expm1(20) - 20))
+    assert torch.autograd.grad(found.sum(), policy)[0].tolist() == [0, 0]
+
+
 def adaptive(**values) -> KLConfig:
     values = {
         "place": "reward",
@@ -93,6 +113,32 @@ def test_adaptive_coefficient_finds_its_target():
     for _ in range(2000):
         controller.update(0.02 / controller.coefficient, samples=50)
     assert 0.02 / controller.coefficient == pytest.approx(2.0, rel=1e-3)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.integers(1, 64),
+    st.integers(1, 16),
+    st.integers(1, 300),
+    st.sampled_from([0.0, 1e-3, 0.5]),
+    st.lists(st.floats(0, 4), min_size=1, max_size=20),
+)
+def test_adaptive_coefficient_stays_above_zero_wherever_it_is_accepted(
+    prompts, samples, horizon, coefficient, seen
+):
+    kl = {"place": "loss", "adaptive": True, "horizon": horizon, "coefficient": coefficient}
+    sizes = {"prompts_per_step": prompts, "samples_per_prompt": samples + 1, "mini_batch_size": 1}
+    config = {"name": "grpo", **sizes, "kl": kl}
+    taken_off = Fraction(1, 5) * prompts * (samples + 1) / horizon
+    if coefficient == 0 or taken_off >= 1:
+        with pytest.raises(ConfigError, match=r"algorithm\.kl\.(horizon|coefficient)="):
+            parse(AlgorithmConfig, config, "algorithm")
+        return
+    algorithm = parse(AlgorithmConfig, config, "algorithm")
+    controller = KLController.start(algorithm.kl)
+    for divergence in seen:
+        controller.update(divergence, algorithm.samples_per_step)
+        assert controller.coefficient > 0
 
 
 def test_fixed_coefficient_stays():

@@ -9,6 +9,9 @@ from pydantic import Field, field_validator, model_validator
 from engines.config import AdamWConfig, Config
 from workflow.campaign.objectives import Objective, find
 
+MAX_KL_ERROR = 0.2
+"""Adaptive: how far a step's KL counts as off its target, as a share of it."""
+
 
 class KLConfig(Config):
     """Divergence from the reference policy (the SFT checkpoint)."""
@@ -24,12 +27,14 @@ class KLConfig(Config):
     target: float = Field(0.1, gt=0)
     """Adaptive: the KL aimed at, per response."""
     horizon: int = Field(10_000, ge=1)
-    """Adaptive: samples over which the coefficient adapts."""
+    """Adaptive: samples over which the coefficient adapts; more than a fifth of a step's."""
 
     @model_validator(mode="after")
     def _places(self) -> KLConfig:
         if self.adaptive and self.place == "none":
             raise ValueError("adaptive=true needs place=reward or place=loss")
+        if self.adaptive and self.coefficient == 0:
+            raise ValueError("coefficient=0: adaptive=true multiplies it, so it stays 0; it must be above 0")
         if self.estimator.endswith("+") and self.place == "reward":
             raise ValueError(
                 f"estimator={self.estimator!r}: a reward has no gradient, so + changes nothing with place=reward; "
@@ -209,6 +214,8 @@ class AlgorithmConfig(Config):
             )
         if self.name != "sft":
             _check_samples(self)
+        if self.kl.adaptive:
+            _check_adaptive(self.kl, self.samples_per_step)
         if self.correction != CorrectionConfig() and self.old_log_probs == "rollout":
             raise ValueError(
                 "old_log_probs='rollout': takes the rollout's log-probs for those of the trained policy, so correction "
@@ -233,3 +240,13 @@ def _check_samples(algorithm: AlgorithmConfig) -> None:
     for least, why in needs:
         if size < least:
             raise ValueError(f"samples_per_prompt={size}: {why}, so at least {least} are needed")
+
+
+def _check_adaptive(kl: KLConfig, samples: int) -> None:
+    """Refuse a coefficient that one step of ``samples`` could take to 0 or below, where it rewards divergence."""
+    if kl.horizon <= MAX_KL_ERROR * samples:
+        raise ValueError(
+            f"kl.horizon={kl.horizon}: with kl.adaptive=true and {samples} samples per step (prompts_per_step x "
+            "samples_per_prompt) one step could take the coefficient to 0 or below; "
+            f"at least {int(MAX_KL_ERROR * samples) + 1} is needed"
+        )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workflow.campaign.algorithm import KLConfig
+from workflow.campaign.algorithm import MAX_KL_ERROR, KLConfig
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
 """Each also with + behind its name: straight through."""
@@ -23,7 +23,8 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str) 
     With log r = log p_reference - log p_policy: k1 = -log r; k2 = (log r)^2 / 2; k3 = (r - 1) - log r
     (Schulman, Approximating KL Divergence, 2020); abs = |log r|. k1 and k3 are unbiased, k2 and k3 never negative.
     With + behind the name, the value is the estimator's and the gradient that of k2: over samples of the policy its mean is
-    the KL's gradient, while k1's has mean 0 and k3's is that of the reverse KL(reference || policy).
+    the KL's gradient, while k1's has mean 0 and k3's is that of the reverse KL(reference || policy). Where log r is above
+    ``MAX_LOG_RATIO``, k3 is that of the bound, without a gradient; below, where r is near 0, nothing bounds it.
 
     Args:
         log_probs, reference_log_probs: any equal shape.
@@ -42,7 +43,8 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str) 
     if estimator == "k2":
         return log_ratio.square() / 2
     if estimator == "k3":
-        bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        # Not inside expm1 only: that would leave the gradient of - log r, which leads away from the reference.
+        bounded = log_ratio.clamp(max=MAX_LOG_RATIO)
         return torch.expm1(bounded) - bounded
     if estimator == "abs":
         return log_ratio.abs()
@@ -56,7 +58,8 @@ class KLController:
     """The coefficient of the penalty: fixed, or steered towards a target.
 
     Adaptive (Ziegler et al., Fine-Tuning Language Models from Human Preferences, section 2.2): after n samples whose
-    mean KL per response was d, e = clip(d / target - 1, -0.2, 0.2) and coefficient *= 1 + e n / horizon.
+    mean KL per response was d, e = clip(d / target - 1, -0.2, 0.2) and coefficient *= 1 + e n / horizon. It stays above 0,
+    because a horizon of a fifth of a step's samples or less is refused.
     """
 
     config: KLConfig
@@ -70,7 +73,7 @@ class KLController:
     def update(self, divergence: float, samples: int) -> None:
         """Take note of the mean KL per response, ``divergence``, over ``samples`` responses."""
         if self.config.adaptive:
-            error = min(max(divergence / self.config.target - 1, -0.2), 0.2)
+            error = min(max(divergence / self.config.target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
             self.coefficient *= 1 + error * samples / self.config.horizon
 
     def state(self) -> dict[str, Any]:
