@@ -49,6 +49,8 @@ class Campaign:
     head: subprocess.Popen | None = None
     starts: int = 0
     """How often the command was run."""
+    damaged: set[Path] = field(default_factory=set)
+    """Folders of the training states that faults have damaged: their results may be computed again, and no others."""
 
     def start(self) -> None:
         """Run the command, which goes on where the last one ended."""
@@ -125,6 +127,10 @@ class Campaign:
         """The campaign's plan."""
         (link,) = self.folder.glob(f"results/*/{CURRENT}")
         return read_plan(link.resolve())
+
+    def further_problems(self, plan: Plan) -> Iterator[str]:
+        """What only the place where it runs can tell once it is complete, such as jobs that nobody needed."""
+        yield from ()
 
     def stop(self) -> None:
         """End every process that works here: the drill is over, or was interrupted."""

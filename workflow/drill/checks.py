@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from workflow.campaign.plan import Plan, StageSpec
@@ -29,8 +28,8 @@ def problems(campaign: Campaign, reference: Campaign) -> list[str]:
     found = [*_results(campaign, reference, plan)]
     for spec in plan.stages.values():
         found += step_problems(campaign.folder, spec)
-        found += start_problems(campaign.folder, spec)
-    return [*found, *_leftovers(campaign), *_locks(campaign)]
+        found += start_problems(campaign.folder, spec, campaign.damaged)
+    return [*found, *campaign.further_problems(plan), *_leftovers(campaign), *_locks(campaign)]
 
 
 def _results(campaign: Campaign, reference: Campaign, plan: Plan) -> Iterator[str]:
@@ -61,10 +60,17 @@ def step_problems(folder: Path, spec: StageSpec) -> Iterator[str]:
         yield f"{spec.stage} {spec.name}: {name} has the steps {steps}, not 1 to {spec.steps}, each once"
 
 
-def start_problems(folder: Path, spec: StageSpec) -> Iterator[str]:
-    """Starts are counted without a gap, one alone has published, and never did two work at a time."""
+def start_problems(folder: Path, spec: StageSpec, damaged: Collection[Path] = ()) -> Iterator[str]:
+    """Starts are counted without a gap, one alone has published, and never did two work at a time.
+
+    Args:
+        damaged: results whose bytes a fault has damaged. Only these may be withdrawn and computed a second time.
+    """
+    lines = starts(folder / spec.folder)
     for step in spec.cuts or [None]:
         what = f"{spec.stage} {spec.name}" + ("" if step is None else f" to step {step}")
+        if folder / spec.output_folder(step) not in damaged:
+            yield from _withdrawn(what, [line for line in lines if line["segment"] == step])
         try:
             attempts = read_manifest(folder / spec.manifest(step)).attempts
         except ManifestError:
@@ -74,21 +80,34 @@ def start_problems(folder: Path, spec: StageSpec) -> Iterator[str]:
         ends = [attempt.end for attempt in attempts]
         if ends[-1:] != ["published"] or "published" in ends[:-1]:
             yield f"{what}: its starts ended as {ends}: the last one and no other has published"
-    working: list[tuple[float, float]] = []
+    yield from _two_at_a_time(f"{spec.stage} {spec.name}", lines)
+
+
+def _withdrawn(what: str, lines: list[dict]) -> Iterator[str]:
+    """A start that finds no valid result of an earlier one that had published says so of it, and computes everything again."""
+    for number in sorted({line["number"] for line in lines if line.get("end") == "withdrawn"}):
+        yield f"{what}: start {number} had published, nothing has damaged that, and it was computed again"
+
+
+def _two_at_a_time(what: str, lines: list[dict]) -> Iterator[str]:
+    """Of a start that was killed it is known when it began, and from its log how long it lived at least."""
     begun: dict[tuple, float] = {}
-    for line in starts(folder / spec.folder):
+    ended: dict[tuple, float] = {}
+    for line in lines:
         key = (line["segment"], line["number"])
         if "begun" in line:
             if key in begun:
-                yield f"{spec.stage} {spec.name}: start {key[1]} of the segment to {key[0]} began twice"
+                yield f"{what}: start {key[1]} of the segment to {key[0]} began twice"
             begun[key] = line["begun"]
-        # A second end, withdrawn, is said of a start whose result was damaged later; it takes no time.
-        if line.get("end", "killed") not in ("killed", "withdrawn") and key in begun:
-            working.append((begun[key], begun[key] + line["seconds"]))
-    working.sort()
-    for (_, end), (after, _) in itertools.pairwise(working):
-        if after < end - CLOCK:
-            yield f"{spec.stage} {spec.name}: two starts worked at the same time"
+        if (
+            "seconds" in line and key in begun
+        ):  # withdrawn takes no time: it is said of a start that had ended
+            ended[key] = max(ended.get(key, 0.0), begun[key] + line["seconds"])
+    latest = float("-inf")
+    for key, at in sorted(begun.items(), key=lambda item: item[1]):
+        if at < latest - CLOCK:
+            yield f"{what}: two starts worked at the same time: start {key[1]} of the segment to {key[0]} began meanwhile"
+        latest = max(latest, ended.get(key, at))
 
 
 def _leftovers(campaign: Campaign) -> Iterator[str]:

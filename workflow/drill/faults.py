@@ -136,6 +136,7 @@ class CorruptState(Fault):
             return None
         whole = (state / name).read_bytes()
         how = damage(state / name, draw)
+        campaign.damaged.add(state)
         before = damage_noticed(campaign, state)
 
         def effect() -> tuple[bool, str]:
