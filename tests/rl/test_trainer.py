@@ -41,6 +41,11 @@ def parity(response: str, problem: Problem) -> float:
     return float(int(response.split()[-1]) % 2 == 0)
 
 
+def parity_or_always(response: str, problem: Problem) -> float:
+    """Every second problem is solved by every response."""
+    return 1.0 if int(problem.question) % 2 else parity(response, problem)
+
+
 def always(response: str, problem: Problem) -> float:
     """Nothing to compare."""
     return 1.0
@@ -278,6 +283,35 @@ def test_dynamic_sampling_gives_up_and_fills_up(trainer_of):
     assert (metrics["filter_rounds"], metrics["filter_useful"], metrics["filter_filled_up"]) == (3, 0, 1)
     assert trainer.samples_seen == 3 * 8
     assert metrics["actor/policy_loss"] == 0
+
+
+def scores_differ(batch):
+    """Of each prompt, whether its four samples have different rewards."""
+    scores = torch.tensor([part.sum() for part in batch.tokens["rewards"].split(batch.lengths.tolist())])
+    return (scores.view(-1, 4).amax(1) > scores.view(-1, 4).amin(1)).tolist()
+
+
+def advantages_of(batch):
+    """Of each prompt, the largest advantage of a token, without its sign."""
+    per_sample = batch.tokens["advantages"].abs().split(batch.lengths.tolist())
+    return torch.stack([part.max() for part in per_sample]).view(-1, 4).amax(1).tolist()
+
+
+@pytest.mark.parametrize("row", ADVANTAGES, ids=lambda row: row.name)
+def test_prompts_that_fill_up_have_no_advantage_whatever_else_they_differ_in(trainer_of, kept, row):
+    overlong, by = {"buffer": 5, "penalty": 0.5}, {"by": "accuracy", "max_rounds": 2}
+    metrics = trainer_of(reward=always, advantage=row.name, overlong=overlong, filter=by).step()
+    assert metrics["filter_filled_up"] == 1
+    assert any(scores_differ(kept[0]))  # in length
+    assert advantages_of(kept[0]) == [0, 0]
+
+
+def test_prompts_that_fill_up_take_no_advantage_from_those_that_teach(trainer_of, kept):
+    values = {"reward": parity_or_always, "prompts_per_step": 6, "overlong": {"buffer": 5, "penalty": 0.5}}
+    metrics = trainer_of(filter={"by": "accuracy", "max_rounds": 2}, **values).step()
+    left_out = kept[0].sequences["left_out"][::4].tolist()
+    assert 0 < metrics["filter_filled_up"] == sum(left_out) / 6 < 1
+    assert [advantage == 0 for advantage in advantages_of(kept[0])] == left_out
 
 
 def test_rejected_responses_leave_statistics_loss_and_denominators(trainer_of, kept, monkeypatch):

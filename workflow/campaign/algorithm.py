@@ -103,7 +103,7 @@ class FilterConfig(Config):
     by: Literal["none", "reward", "accuracy"] = "none"
     """What must differ between the samples of a prompt; none is off."""
     max_rounds: int = Field(8, ge=2)
-    """Rounds of sampling in one step; what is still missing then is filled up with prompts that were left out."""
+    """Rounds of sampling in one step; what is still missing then is filled up with prompts that were left out, which have no advantage."""
 
 
 class AlgorithmConfig(Config):

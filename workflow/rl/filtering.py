@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,3 +53,15 @@ def chosen_prompts(useful: Sequence[bool], wanted: int) -> list[int]:
     """``wanted`` prompts in the order in which they were drawn: the useful ones, filled up with others when they are too few."""
     order = sorted(range(len(useful)), key=lambda prompt: not useful[prompt])
     return sorted(order[:wanted])
+
+
+def with_left_out(batch: PackedBatch, left_out: Sequence[bool], size: int) -> PackedBatch:
+    """Adds ``left_out`` per sequence: whether its prompt, of ``size`` samples each, fills up the step without being useful."""
+    of_samples = torch.tensor(left_out).repeat_interleave(size)
+    return replace(batch, sequences={**batch.sequences, "left_out": of_samples})
+
+
+def without_advantage(batch: PackedBatch) -> PackedBatch:
+    """Takes the advantages of prompts that were left out: samples that are alike to the filter may differ in what it does not look at."""
+    left_out = torch.repeat_interleave(batch.sequences["left_out"], batch.lengths)
+    return batch.with_tokens(advantages=torch.where(left_out, 0.0, batch.tokens["advantages"]))

@@ -26,7 +26,13 @@ from workflow.data import Problem, PromptEncoder
 from workflow.rl import measure
 from workflow.rl.batches import border, on_last_loss_token, rollout_batch
 from workflow.rl.correction import correct
-from workflow.rl.filtering import Samples, chosen_prompts, informative
+from workflow.rl.filtering import (
+    Samples,
+    chosen_prompts,
+    informative,
+    with_left_out,
+    without_advantage,
+)
 from workflow.rl.kl import KLController
 from workflow.rl.losses import PolicyLoss, ValueLoss
 from workflow.rl.metrics import Stopwatch
@@ -75,6 +81,8 @@ class PPOTrainer:
         with watch.part("values"):
             batch = self.values(batch)
         batch = batch.with_tokens(**self.algorithm.estimator.load()(batch, self.algorithm))
+        if self.algorithm.filter.by != "none":
+            batch = without_advantage(batch)
         with watch.part("critic"):
             critic = self.update_critic(batch)
         with watch.part("actor"):
@@ -111,13 +119,14 @@ class PPOTrainer:
         if config.by == "none":
             return sampled.batch, sampled.batch, metrics
         prompts = chosen_prompts(useful, self.algorithm.prompts_per_step)
-        kept = sampled.select([prompt * size + i for prompt in prompts for i in range(size)])
+        kept = sampled.select([prompt * size + i for prompt in prompts for i in range(size)]).batch
         metrics |= {
             "filter_rounds": len(rounds),
             "filter_useful": sum(useful) / len(useful),
             "filter_filled_up": missing / len(prompts),
         }
-        return kept.batch, sampled.batch, metrics
+        kept = with_left_out(kept, [not useful[prompt] for prompt in prompts], size)
+        return kept, sampled.batch, metrics
 
     def sample_round(self, prompts: int, number: int, first: int, watch: Stopwatch) -> Samples:
         """Responses to the next ``prompts`` problems, scored; ``number`` rounds and ``first`` prompts of the step came before."""

@@ -1,7 +1,7 @@
 """Estimators that compare the samples of a prompt. Every token of a response has the response's advantage.
 
-In all of them a group of one, and a group of equal scores, gets 0: there is nothing to compare. A rejected sample counts
-neither in its group's statistics nor in its size.
+In all of them a group of one, and a group of equal scores, gets 0: there is nothing to compare (what is whitened
+afterwards is shifted with all others). A rejected sample counts neither in its group's statistics nor in its size.
 """
 
 from __future__ import annotations
