@@ -119,8 +119,9 @@ def learns(trainer, steps=1):
     history = [trainer.step() for _ in range(steps)]
     for metrics in history:
         assert all(math.isfinite(value) for value in metrics.values()), metrics
-        assert abs(metrics["rollout_kl"]) < 1e-5
-        assert metrics["rollout_effective_samples"] == pytest.approx(1, abs=1e-5)
+        if trainer.algorithm.old_log_probs == "recompute":
+            assert abs(metrics["rollout_kl"]) < 1e-5
+            assert metrics["rollout_effective_samples"] == pytest.approx(1, abs=1e-5)
     assert trainer.samples_seen >= steps * trainer.algorithm.samples_per_step
     assert (policy(trainer) - before).abs().max() > 1e-3
     return history
@@ -234,7 +235,9 @@ def test_remax_compares_with_the_greedy_response(trainer_of, kept, monkeypatch):
 def test_the_ratio_s_denominator_is_what_the_rollout_recorded_where_that_is_asked_for(trainer_of, kept):
     metrics = trainer_of(old_log_probs="rollout").step()
     assert torch.equal(kept[0].tokens["old_log_probs"], kept[0].tokens["rollout_log_probs"])
-    assert (metrics["rollout_ratio_min"], metrics["rollout_ratio_max"], metrics["rollout_kl"]) == (1, 1, 0)
+    # Nothing was compared, so nothing is said of an agreement.
+    assert [name for name in metrics if name.startswith("rollout_")] == []
+    assert any(name.startswith("rollout_") for name in trainer_of().step())
 
 
 def test_a_penalty_in_the_reward_is_taken_off_every_token(trainer_of, kept, monkeypatch):

@@ -74,7 +74,11 @@ class PPOTrainer:
         batch, sampled, drawn = self.samples(watch)
         with watch.part("old_log_probs"):
             batch = self.old_log_probs(batch)
-        metrics = {**drawn, **measure.rollout(batch)}
+        metrics = dict(drawn)
+        if (
+            self.algorithm.old_log_probs == "recompute"
+        ):  # else there is one policy's word only, and nothing to compare
+            metrics |= measure.rollout(batch)
         batch = correct(batch, self.algorithm.correction)
         with watch.part("reference"):
             batch = self.reference_log_probs(batch)
