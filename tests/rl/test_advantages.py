@@ -262,7 +262,7 @@ def test_credit_passes_over_tokens_that_the_policy_did_not_write():
     assert estimate([sequence], config_of("remax"))[0] == [0, 0.75, 0.75, 0, 0, 0.75]
 
 
-@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "remax"])
+@every
 def test_a_reward_that_would_be_lost_is_an_error(name):
     with pytest.raises(ValueError, match="rewards must be 0"):
         estimate([Sequence([0, 1], {"rewards": [1.0, 0.0], "old_values": [0.0, 0.0]})], config_of(name))

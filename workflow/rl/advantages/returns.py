@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engines.training.batch import PackedBatch
 from workflow.campaign.algorithm import AlgorithmConfig
-from workflow.rl.advantages.steps import Steps, whiten
+from workflow.rl.advantages.steps import Steps, checked_rewards, whiten
 
 
 def gae(batch: PackedBatch, config: AlgorithmConfig) -> dict[str, Tensor]:
@@ -16,11 +16,8 @@ def gae(batch: PackedBatch, config: AlgorithmConfig) -> dict[str, Tensor]:
     delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lambda A_{t+1}; both are 0 after the last token
     (Schulman et al., High-Dimensional Continuous Control Using GAE, equations 11 and 16). ``t + 1`` is the next loss token.
     ``returns`` are advantages + values; advantages are then whitened over the batch when ``normalize_by_std``.
-
-    Raises:
-        ValueError: a reward on a token that is no loss token; it would be lost.
     """
-    mask, rewards = _checked(batch)
+    mask, rewards = batch.tokens["loss_mask"], checked_rewards(batch)
     steps = Steps(mask, batch.cu_seqlens)
     reward, value = steps.matrix(rewards), steps.matrix(batch.tokens["old_values"])
     advantage = torch.zeros_like(reward)
@@ -43,7 +40,7 @@ def reinforce_plus_plus(batch: PackedBatch, config: AlgorithmConfig) -> dict[str
     (Hu, REINFORCE++, section 3: no critic, and no group.) ``t + 1`` is the next loss token. A batch of one loss token, or of
     equal returns, gets 0.
     """
-    mask, rewards = _checked(batch)
+    mask, rewards = batch.tokens["loss_mask"], checked_rewards(batch)
     steps = Steps(mask, batch.cu_seqlens)
     return {"advantages": whiten(steps.flat(steps.returns(rewards, config.gamma)), mask)}
 
@@ -54,15 +51,6 @@ def remax(batch: PackedBatch, config: AlgorithmConfig) -> dict[str, Tensor]:
     (Li et al., ReMax, algorithm 1.) A prompt with one sample, and one whose samples are all alike, still has the greedy
     response to be compared with.
     """
-    mask, rewards = _checked(batch)
-    steps = Steps(mask, batch.cu_seqlens)
-    advantage = (steps.returns(rewards) - batch.sequences["baseline"][:, None]) * steps.filled
+    steps = Steps(batch.tokens["loss_mask"], batch.cu_seqlens)
+    advantage = (steps.returns(checked_rewards(batch)) - batch.sequences["baseline"][:, None]) * steps.filled
     return {"advantages": steps.flat(advantage)}
-
-
-def _checked(batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """loss_mask and rewards."""
-    mask, rewards = batch.tokens["loss_mask"], batch.tokens["rewards"]
-    if bool((rewards[mask == 0] != 0).any()):
-        raise ValueError("rewards must be 0 where loss_mask is 0")
-    return mask, rewards

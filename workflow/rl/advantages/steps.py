@@ -12,6 +12,18 @@ from workflow.rl.batches import per_sequence_sum
 EPSILON = 1e-6
 
 
+def checked_rewards(batch: PackedBatch) -> Tensor:
+    """(tokens,) the batch's rewards.
+
+    Raises:
+        ValueError: a reward on a token that is no loss token; it would be lost.
+    """
+    rewards = batch.tokens["rewards"]
+    if bool((rewards[batch.tokens["loss_mask"] == 0] != 0).any()):
+        raise ValueError("rewards must be 0 where loss_mask is 0")
+    return rewards
+
+
 class Steps:
     """The loss tokens of each sequence as rows of a matrix, filled from the left.
 
@@ -58,7 +70,7 @@ class Groups:
 
     def __init__(self, batch: PackedBatch):
         self._batch = batch
-        self.scores = per_sequence_sum(batch.tokens["rewards"], batch)
+        self.scores = per_sequence_sum(checked_rewards(batch), batch)
         self.lengths = per_sequence_sum(torch.ones(batch.num_tokens), batch)
         """Loss tokens."""
         self.counted = (self.lengths > 0).double()
