@@ -3,7 +3,10 @@
 The workload: steps of 16 prompts x 8 samples with the lengths of bench/workload.py, a prompt of 32 tokens and a completion that ends
 at each token with probability 1/64 and is cut at 256. Each step is one mini-batch on 4 data-parallel ranks with a token budget of 2,048.
 
-- useful: tokens / tokens that all ranks compute, with the fillers of ranks that need fewer micro-batches than others;
+- useful: tokens / rows of the matrix products of all ranks. Nothing is padded there, so all that is lost are the fillers of ranks that
+  need fewer micro-batches than others;
+- useful_in_attention: tokens / rows that attention computes, where sequences of similar lengths are padded to their longest (all
+  devices but those on which torch's kernel for variable lengths serves);
 - imbalance: cost of the dearest rank / mean cost of the ranks - 1, where cost is what the balancing weighs (matrices and attention);
 - idle: share of the ranks' time lost when they meet after every micro-batch, each as long as its dearest one;
 - beside it the same of other ways: sequences dealt in order, longest first to the cheapest rank (greedy), and micro-batches of 8
@@ -34,6 +37,7 @@ from bench.workload import (
 from engines.config import EngineConfig
 from engines.training.batch import MicroBatch, PackedBatch, split_micro_batches
 from engines.training.batch.split import sequence_costs
+from engines.training.packed_attention import Segments
 from engines.workers.dispatch import spread
 
 RANKS, BUDGET = 4, 2_048
@@ -60,6 +64,11 @@ def micro_batches(lengths: Sequence[int], shares: Sequence[Sequence[int]]) -> li
     return [split_micro_batches(batch, config, forward_only=False, multiple=most) for batch in batches]
 
 
+def attention_rows(batch: PackedBatch) -> int:
+    """Rows that attention computes of a micro-batch, padding included."""
+    return sum(count * length for count, length in Segments(batch.cu_seqlens, torch.device("cpu")).groups)
+
+
 def greedy(costs: Sequence[int]) -> list[list[int]]:
     """Longest first, each to the rank that has the least so far."""
     shares: list[list[int]] = [[] for _ in range(RANKS)]
@@ -79,18 +88,19 @@ def measure(lengths: Sequence[int]) -> dict[str, float]:
     costs = sequence_costs(lengths)
     shares = spread(range(len(lengths)), lengths, RANKS)
     split = micro_batches(lengths, shares)
-    computed = sum(micro.batch.num_tokens for rank in split for micro in rank)
+    batches = [micro.batch for rank in split for micro in rank]
     loads = [[sum(sequence_costs(micro.batch.lengths.tolist())) for micro in rank] for rank in split]
     waited = sum(max(together) for together in zip(*loads, strict=True)) * RANKS
     padded = sum(max(lengths[i : i + 8]) * len(lengths[i : i + 8]) for i in range(0, len(lengths), 8))
     return {
-        "useful": sum(lengths) / computed,
+        "useful": sum(lengths) / sum(batch.num_tokens for batch in batches),
+        "useful_in_attention": sum(lengths) / sum(map(attention_rows, batches)),
         "useful_padded": sum(lengths) / padded,
         "imbalance": imbalance(costs, shares),
         "imbalance_in_order": imbalance(costs, [range(r, len(lengths), RANKS) for r in range(RANKS)]),
         "imbalance_greedy": imbalance(costs, greedy(costs)),
         "idle": 1 - sum(map(sum, loads)) / waited,
-        "fullest_micro_batch": max(micro.batch.num_tokens for rank in split for micro in rank) / BUDGET,
+        "fullest_micro_batch": max(batch.num_tokens for batch in batches) / BUDGET,
     }
 
 
@@ -106,7 +116,7 @@ def main() -> None:
     result = {
         "mean": {name: mean(step[name] for step in steps) for name in names},
         "largest": {name: max(step[name] for step in steps) for name in names},
-        "smallest_useful": min(step["useful"] for step in steps),
+        "smallest": {name: min(step[name] for step in steps) for name in names if name.startswith("useful")},
         "ranks": RANKS,
         "token_budget": BUDGET,
         "steps": arguments.steps,

@@ -21,9 +21,9 @@ from engines.training.ulysses import SequenceGroup
 
 NAME = "baton_packed"
 
-_PADDING = 1.12
-"""A segment joins a group while the group's longest is at most so many times as long; "+ _SLACK" for short ones."""
-_SLACK = 4
+PADDING = 1.12
+"""A segment joins a group while the group's longest is at most so many times as long; "+ SLACK" for short ones."""
+SLACK = 4
 
 
 class Segments:
@@ -123,7 +123,7 @@ def _similar(lengths: list[int], order: list[int]) -> list[list[int]]:
     groups: list[list[int]] = []
     longest = 0
     for length, sequence in zip(lengths, order, strict=True):
-        if groups and longest <= _PADDING * length + _SLACK:
+        if groups and longest <= PADDING * length + SLACK:
             groups[-1].append(sequence)
         else:
             groups.append([sequence])
