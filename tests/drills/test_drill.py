@@ -63,6 +63,9 @@ class Refused(Campaign):
     def command(self) -> list[str]:
         return ["true" if self.folder.name == "reference" else "false"]
 
+    def room(self) -> int:
+        return 0  # it has no plan
+
 
 def test_a_command_that_is_refused_for_ever_is_a_difference(tmp_path):
     record = Drill([], 5, 0, tmp_path / "drill", make=Refused).run()

@@ -11,9 +11,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fake_campaign import fake_campaign
 from tests.support.processes import fork
 from workflow.campaign.lock import FolderLock
-from workflow.drill.campaign import Campaign, full_disk, own_disk, until
+from workflow.campaign.plan import read_plan
+from workflow.campaign.preflight import check_disk
+from workflow.drill.campaign import (
+    Campaign,
+    DrillError,
+    check_room,
+    empty,
+    free_memory,
+    full_disk,
+    own_disk,
+    until,
+)
 from workflow.drill.evidence import complaints, damage_noticed, ends
 from workflow.drill.processes import descendants, drivers, parent, process_of, wait_gone, working_in
 from workflow.drill.watch import LOAD, PUBLICATION, SAVE, Watcher
@@ -136,6 +148,44 @@ def test_a_disk_of_its_own_is_full_only_for_a_while_and_what_is_there_stays(tmp_
             (folder / "more").write_bytes(bytes(100_000))
     assert (folder / "kept").read_text() == "here"
     assert not folder.is_mount()
+
+
+def test_no_disk_in_memory_is_larger_than_memory(tmp_path):
+    """It is a real one that is filled, to the last byte."""
+    campaign = Campaign(tmp_path / "campaign", [])
+    with own_disk(campaign, room=free_memory()) as how:
+        assert how == "limit"
+        assert not campaign.folder.is_mount()
+
+
+def test_a_disk_of_its_own_never_refuses_the_campaign_again(tmp_path, monkeypatch):
+    """Nearly all is written and no training has published its last state, so that a head wants room for all of it once more."""
+    large = 400 * 10**6
+    path = fake_campaign(tmp_path / "reference", campaign="drill")
+    plan = read_plan(path)
+    stages = {
+        key: spec.model_copy(update={"forecast_bytes": large if spec.stage == "train" else 0})
+        for key, spec in plan.stages.items()
+    }
+    plan = plan.model_copy(update={"stages": stages})
+    monkeypatch.setattr(Campaign, "plan", lambda self: plan)
+    campaign = Campaign(tmp_path / "campaign", [])
+    with own_disk(campaign, campaign.room()) as how:
+        if how != "tmpfs":
+            pytest.skip("no filesystem can be mounted here")
+        monkeypatch.chdir(campaign.folder)
+        with Path("state").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 2 * large)
+        check_disk(plan, Path("results"))
+        monkeypatch.chdir(tmp_path)
+        empty(campaign.folder)
+    assert list(campaign.folder.iterdir()) == []
+
+
+def test_a_drill_is_refused_where_the_disk_has_no_room_for_another_campaign(tmp_path):
+    check_room(tmp_path, 0)
+    with pytest.raises(DrillError, match=r"may need 1000000000.00 GB and .* are free; free some disk"):
+        check_room(tmp_path, 10**18)
 
 
 def test_evidence_is_read_from_what_was_said(tmp_path):

@@ -18,8 +18,10 @@ from workflow.campaign.lock import is_lock
 from workflow.campaign.plan import CURRENT, Plan, read_plan
 from workflow.drill.processes import Process, drivers, end_all, process_of
 
-DISK_BYTES = 512 * 1024 * 1024
-"""Of the small filesystem that can be filled."""
+SPARE_BYTES = 512 * 1024 * 1024
+"""On the filesystem that can be filled, besides what the campaign is expected to need."""
+MEMORY_SHARE = 1 / 2
+"""Of the memory that is free, how much that filesystem may take when it is full; the stages need the rest."""
 LEFT_BYTES = 8 * 1024
 """On it when it is full: enough for a line of a log, not for a state."""
 NICENESS = os.getpriority(os.PRIO_PROCESS, 0)
@@ -132,6 +134,13 @@ class Campaign:
         """What only the place where it runs can tell once it is complete, such as jobs that nobody needed."""
         yield from ()
 
+    def room(self) -> int:
+        """Bytes of disk with which the campaign is never refused, however often it is begun again.
+
+        A head that plans wants all of what unpublished stages are expected to write, though some of it may be there already.
+        """
+        return 2 * sum(spec.forecast_bytes for spec in self.plan().stages.values())
+
     def stop(self) -> None:
         """End every process that works here: the drill is over, or was interrupted."""
         end_all(self.folder)
@@ -179,12 +188,21 @@ def _unhurried() -> None:
 
 
 @contextlib.contextmanager
-def own_disk(campaign: Campaign) -> Iterator[str]:
-    """Make the folder, on a small filesystem of its own where that may be; yields how a disk is filled: ``tmpfs`` or ``limit``."""
+def own_disk(campaign: Campaign, room: int = 0) -> Iterator[str]:
+    """Make the folder, on a filesystem of its own where that may be; yields how a disk is filled: ``tmpfs`` or ``limit``.
+
+    What is in it at the end is kept, on the disk below.
+
+    Args:
+        campaign: what works in it.
+        room: bytes that it has to hold; where memory cannot, there is no filesystem.
+    """
     folder = campaign.folder
     folder.mkdir(parents=True)
-    mount = ("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder))
-    mounted = campaign.disk and os.geteuid() == 0 and _run(*mount)
+    size = room + SPARE_BYTES
+    mount = ("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder))
+    fits = size <= MEMORY_SHARE * free_memory()
+    mounted = campaign.disk and fits and os.geteuid() == 0 and _run(*mount)
     try:
         yield "tmpfs" if mounted else "limit"
     finally:
@@ -194,6 +212,34 @@ def own_disk(campaign: Campaign) -> Iterator[str]:
             _run("umount", "--lazy", str(folder))
             folder.rmdir()
             kept.rename(folder)
+
+
+def empty(folder: Path) -> None:
+    """Remove all that is in it."""
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def check_room(folder: Path, room: int) -> None:
+    """Nothing, where the disk has room for another campaign beside the one that was left alone.
+
+    Raises:
+        DrillError: with both numbers; the campaign would be refused, which is no difference.
+    """
+    if (free := shutil.disk_usage(folder).free) < room:
+        raise DrillError(
+            f"{folder}: another such campaign may need {room / 1e9:.2f} GB and {free / 1e9:.2f} GB are free; "
+            "free some disk, name an --output elsewhere, or keep fewer states (checkpoint.retain)"
+        )
+
+
+def free_memory() -> int:
+    """Bytes of memory that can be had: what is free on this machine, and no more than its container may have."""
+    told = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
+    free = int(told["MemAvailable"].split()[0]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # no such limit
+        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8")))
+    return free
 
 
 def _run(*command: str) -> bool:

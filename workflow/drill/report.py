@@ -14,7 +14,7 @@ from workflow.manifest import write_json, write_text
 
 DISKS = {
     "tmpfs": "a filesystem of its own in memory, filled to the last bytes",
-    "limit": "a limit of the size of files (this user may mount nothing)",
+    "limit": "a limit of the size of files (no filesystem in memory: this user may mount none, or it would not fit)",
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import shutil
 import statistics
 import time
 from collections import Counter
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engines.streams import stream_key
-from workflow.drill.campaign import Campaign, DrillError, Pulse, own_disk
+from workflow.drill.campaign import Campaign, DrillError, Pulse, check_room, empty, own_disk
 from workflow.drill.checks import problems
 from workflow.drill.faults import Fault, local_faults
 from workflow.drill.keeper import kept
@@ -131,7 +130,7 @@ class Drill:
         """Run the reference and as many disturbed campaigns as it takes.
 
         Raises:
-            DrillError: the campaign does not complete when it is left alone.
+            DrillError: the campaign does not complete when it is left alone, or there is no room for another one.
         """
         if self.output.exists() and any(self.output.iterdir()):
             raise DrillError(f"{self.output}: not empty; a drill starts from nothing")
@@ -142,8 +141,10 @@ class Drill:
             os.setpriority(os.PRIO_PROCESS, 0, HASTE)
         with kept(self.output):
             reference = self._reference()
+            room = reference.room()
+            check_room(self.output, room)
             while not self.record.enough and len(self.record.rounds) < TRIES + self.kills:
-                self._round(reference)
+                self._round(reference, room)
                 if self.record.rounds[-1].problems:
                     break  # what is different is kept to be looked at
         return self.record
@@ -166,13 +167,13 @@ class Drill:
         self.tell(f"reference: complete after {self.record.reference_seconds:.0f} s")
         return campaign
 
-    def _round(self, reference: Campaign) -> None:
+    def _round(self, reference: Campaign, room: int) -> None:
         """One campaign that is disturbed until it is complete, or has had its share of faults."""
         number = len(self.record.rounds) + 1
         this = Round()
         self.record.rounds.append(this)
         campaign = self.make(self.output / f"disturbed{number}", self.words)
-        with own_disk(campaign) as self.record.disk, self._ended(campaign):
+        with own_disk(campaign, room) as self.record.disk, self._ended(campaign):
             with Watcher(campaign.folder) as watcher:
                 begun = time.monotonic()
                 try:
@@ -184,9 +185,11 @@ class Drill:
                     campaign.stop()
             this.seconds, this.starts = time.monotonic() - begun, campaign.starts
             this.problems += [] if this.problems else problems(campaign, reference)
+            if not this.problems:
+                empty(campaign.folder)
         self.tell(f"campaign {number}: complete after {this.starts} starts, {len(this.problems)} differences")
         if not this.problems:
-            shutil.rmtree(campaign.folder)
+            campaign.folder.rmdir()
 
     def _disturb(self, campaign: Campaign, watcher: Watcher, number: int) -> None:
         faults, begun = self.faults(self.record.disk), time.monotonic()
