@@ -35,7 +35,7 @@ from workflow.cluster.stage_in import stage_in
 from workflow.cluster.status import campaign_status
 from workflow.compare import Comparison, NotComparable, compare, find_pairs
 from workflow.drill.campaign import DrillError
-from workflow.drill.report import write_report
+from workflow.drill.report import reported
 from workflow.drill.run import Drill
 from workflow.manifest import Manifest, ManifestError, verify, write_json
 from workflow.preflight_command import preflight
@@ -160,19 +160,19 @@ def drill_command(
     words = [f"campaign={path.resolve() if path.is_file() else campaign}"]
     words += [f"set={' '.join(set)}"] if set else []
     output = output or RESULTS / "drills" / f"{path.stem}-seed{seed}"
+    drill = Drill(
+        words,
+        kills,
+        seed,
+        output.resolve(),
+        tell=lambda line: console.print(escape(line), highlight=False),
+    )
     try:
-        drill = Drill(
-            words,
-            kills,
-            seed,
-            output.resolve(),
-            tell=lambda line: console.print(escape(line), highlight=False),
-        )
-        record = drill.run()
+        page = output / reported(drill).name
     except DrillError as error:
         console.print(f"[red]refused:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
-    page = write_report(record, output)
+    record = drill.record
     for problem in [problem for one in record.rounds for problem in one.problems]:
         console.print(f"[red]differs[/]  {escape(problem)}", highlight=False, soft_wrap=True)
     verdict = "[green]nothing differs[/]" if record.passed else "[red]failed[/]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -12,15 +13,18 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
 
 from tests.support.jobs import ROOT
-from workflow.drill.campaign import Campaign
+from workflow.drill.campaign import Campaign, DrillError
 from workflow.drill.checks import problems
-from workflow.drill.faults import Signal, damage, driver_processes
-from workflow.drill.processes import working_in
+from workflow.drill.faults import CorruptState, Signal, damage, driver_processes
+from workflow.drill.keeper import mounts_in
+from workflow.drill.processes import Driver, Process, process_of, working_in
+from workflow.drill.report import reported
 from workflow.drill.run import Drill, Record
 from workflow.drill.watch import SAVE
 from workflow.rl.metrics import METRICS_FILE, read_metrics
@@ -55,24 +59,77 @@ class SmallCampaign(Campaign):
 
 
 @dataclass
-class Refused(Campaign):
-    """Completes at once where it is left alone, and is refused in every other folder."""
+class Short(Campaign):
+    """Without a plan; completes at once where it is left alone, and runs something else in every other folder."""
 
-    disk: bool = False
+    otherwise: tuple[str, ...] = ("false",)
 
     def command(self) -> list[str]:
-        return ["true" if self.folder.name == "reference" else "false"]
+        return ["true"] if self.folder.name == "reference" else list(self.otherwise)
 
     def room(self) -> int:
-        return 0  # it has no plan
+        return 0
 
 
 def test_a_command_that_is_refused_for_ever_is_a_difference(tmp_path):
-    record = Drill([], 5, 0, tmp_path / "drill", make=Refused).run()
+    record = Drill([], 5, 0, tmp_path / "drill", make=partial(Short, disk=False)).run()
     assert not record.passed
     (round,) = record.rounds
     assert round.starts <= 8
     assert "the command fails though no fault comes in between" in round.problems[0]
+
+
+WRITER = "echo $BASHPID > writer.pid; while true; do mkdir -p more; echo > more/line; rm -r more; done"
+
+
+def test_what_is_left_of_a_campaign_is_ended_before_its_disk_is_gone(tmp_path, monkeypatch):
+    """It goes on writing while the disk is copied, and could not be found any more by the folder that it works in."""
+    leaves = ("bash", "-c", f"setsid bash -c '{WRITER}' & until test -s writer.pid; do sleep 0.1; done")
+    monkeypatch.setattr("workflow.drill.run.problems", lambda campaign, reference: ["a process is left"])
+    record = Drill([], 1, 0, tmp_path / "drill", make=partial(Short, otherwise=leaves)).run()
+    assert [one.problems for one in record.rounds] == [["a process is left"]]
+    left = process_of(int((tmp_path / "drill/disturbed1/writer.pid").read_text()))
+    if left is not None:
+        os.kill(left.pid, signal.SIGKILL)
+    assert left is None
+
+
+@dataclass
+class Unstartable(Short):
+    """Something that nobody has thought of."""
+
+    def start(self) -> None:
+        if self.folder.name != "reference":
+            raise ProcessLookupError(errno.ESRCH, "No such process")
+        super().start()
+
+
+def test_what_ends_a_drill_before_its_time_stands_in_its_report(tmp_path):
+    with pytest.raises(ProcessLookupError):
+        reported(Drill([], 1, 0, tmp_path / "drill", make=Unstartable))
+    page = (tmp_path / "drill/drill.md").read_text()
+    assert page.startswith("# Drill: ended before its time")
+    assert "**ended by**: ProcessLookupError(3, 'No such process')" in page
+    assert not json.loads((tmp_path / "drill/drill.json").read_text())["passed"]
+    assert not mounts_in(tmp_path)
+
+
+def test_a_drill_that_has_not_begun_writes_no_report(tmp_path):
+    (tmp_path / "drill.md").write_text("of another drill")
+    with pytest.raises(DrillError, match="not empty"):
+        reported(Drill([], 1, 0, tmp_path))
+    assert (tmp_path / "drill.md").read_text() == "of another drill"
+
+
+def test_a_victim_that_is_gone_already_is_not_hit(tmp_path, monkeypatch):
+    gone = subprocess.Popen(["true"])
+    process = process_of(gone.pid) or Process(gone.pid, "earlier", "true")
+    gone.wait()
+    store = Mock(**{"return_value.newest.return_value": tmp_path / "step000001"})
+    monkeypatch.setattr("workflow.drill.faults.StateStore", store)
+    driver = Driver(process, tmp_path / "train/a-run")
+    monkeypatch.setattr("workflow.drill.faults._meant", lambda campaign, folder: [driver])
+    assert CorruptState("corrupted").strike(Campaign(tmp_path, []), random.Random(0), None) is None
 
 
 def small_drill(folder: Path, defect: str) -> Record:

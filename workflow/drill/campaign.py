@@ -208,10 +208,12 @@ def own_disk(campaign: Campaign, room: int = 0) -> Iterator[str]:
     finally:
         if mounted:
             kept = folder.with_name(f".{folder.name}.kept")
-            shutil.copytree(folder, kept, symlinks=True)
-            _run("umount", "--lazy", str(folder))
-            folder.rmdir()
-            kept.rename(folder)
+            try:
+                shutil.copytree(folder, kept, symlinks=True)
+            finally:
+                _run("umount", "--lazy", str(folder))
+                folder.rmdir()
+                kept.rename(folder)
 
 
 def empty(folder: Path) -> None:

@@ -125,7 +125,10 @@ class CorruptState(Fault):
         if not found:
             return None
         driver = draw.choice(found)
-        os.kill(driver.process.pid, signal.SIGKILL)
+        try:
+            os.kill(driver.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return None
         campaign.wait()
         state = StateStore(driver.folder).newest()
         if state is None:

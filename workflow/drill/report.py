@@ -9,13 +9,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from workflow.drill.run import Record
+from workflow.drill.run import Drill, Record
 from workflow.manifest import write_json, write_text
 
 DISKS = {
     "tmpfs": "a filesystem of its own in memory, filled to the last bytes",
     "limit": "a limit of the size of files (no filesystem in memory: this user may mount none, or it would not fit)",
 }
+
+
+def reported(drill: Drill) -> Path:
+    """Run a drill and write what it found, also when an error or an interrupt ends it; returns the page's path."""
+    try:
+        drill.run()
+    finally:
+        if drill.record is not None:
+            page = write_report(drill.record, drill.output)
+    return page
 
 
 def write_report(record: Record, folder: Path) -> Path:
@@ -42,6 +52,8 @@ def _page(record: Record) -> Iterator[str]:
     hits = len(record.hits)
     if record.passed:
         yield "# Drill: nothing differs"
+    elif record.ended:
+        yield "# Drill: ended before its time"
     else:
         yield f"# Drill: {len(differences)} differences" if differences else "# Drill: too few faults hit"
     yield ""
@@ -56,6 +68,8 @@ def _page(record: Record) -> Iterator[str]:
     )
     yield f"The full disk was {DISKS[record.disk]}." if record.disk else ""
     yield ""
+    if record.ended:
+        yield f"- **ended by**: {record.ended}"
     for problem in differences:
         yield f"- **differs**: {problem}"
     yield from _kinds(record)

@@ -82,6 +82,8 @@ class Record:
     """Seconds of every load, save and publication of the reference."""
     strikes: list[Strike] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
+    ended: str = ""
+    """What ended the drill before its time, if anything did."""
 
     @property
     def hits(self) -> list[Strike]:
@@ -101,7 +103,7 @@ class Record:
     @property
     def passed(self) -> bool:
         """Whether the faults changed nothing."""
-        return self.enough and not any(one.problems for one in self.rounds)
+        return self.enough and not self.ended and not any(one.problems for one in self.rounds)
 
 
 @dataclass
@@ -123,7 +125,8 @@ class Drill:
     aimed: float = AIMED
     share_in_time: float = IN_TIME
     tell: Callable[[str], None] = print
-    record: Record = field(init=False)
+    record: Record | None = field(init=False, default=None)
+    """What it found so far; None before it has begun."""
     draw: random.Random = field(init=False)
 
     def run(self) -> Record:
@@ -139,15 +142,23 @@ class Drill:
         self.output.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, 0, HASTE)
-        with kept(self.output):
-            reference = self._reference()
-            room = reference.room()
-            check_room(self.output, room)
-            while not self.record.enough and len(self.record.rounds) < TRIES + self.kills:
-                self._round(reference, room)
-                if self.record.rounds[-1].problems:
-                    break  # what is different is kept to be looked at
+        try:
+            with kept(self.output):
+                self._campaigns()
+        except BaseException as error:
+            self.record.ended = str(error) if isinstance(error, DrillError) else repr(error)
+            raise
         return self.record
+
+    def _campaigns(self) -> None:
+        """The one that is left alone, then the disturbed ones."""
+        reference = self._reference()
+        room = reference.room()
+        check_room(self.output, room)
+        while not self.record.enough and len(self.record.rounds) < TRIES + self.kills:
+            self._round(reference, room)
+            if self.record.rounds[-1].problems:
+                return
 
     def _reference(self) -> Campaign:
         campaign = self.make(self.output / "reference", self.words)
@@ -182,11 +193,10 @@ class Drill:
                     this.problems += self._finish(campaign)
                 except DrillError as error:  # it hangs, or is refused for ever
                     this.problems.append(str(error))
-                    campaign.stop()
             this.seconds, this.starts = time.monotonic() - begun, campaign.starts
             this.problems += [] if this.problems else problems(campaign, reference)
             if not this.problems:
-                empty(campaign.folder)
+                empty(campaign.folder)  # the rest is kept, to be looked at
         self.tell(f"campaign {number}: complete after {this.starts} starts, {len(this.problems)} differences")
         if not this.problems:
             campaign.folder.rmdir()
@@ -290,9 +300,8 @@ class Drill:
 
     @contextlib.contextmanager
     def _ended(self, campaign: Campaign) -> Iterator[None]:
-        """Whatever happens, nothing of the campaign runs on."""
+        """Whatever happens, nothing of the campaign runs on: what does is seen before, and nobody could find it on a disk that is gone."""
         try:
             yield
-        except BaseException:
+        finally:
             campaign.stop()
-            raise
