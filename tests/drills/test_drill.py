@@ -79,6 +79,24 @@ def test_a_command_that_is_refused_for_ever_is_a_difference(tmp_path):
     assert "the command fails though no fault comes in between" in round.problems[0]
 
 
+def test_a_drill_in_the_folder_of_the_script_that_started_it_is_refused(tmp_path):
+    """As in a batch job, without a terminal: in the end it would kill that script, and itself before its report."""
+    script = f"{sys.executable} -m workflow.cli drill nothing --output .; echo the script goes on after $?"
+    done = subprocess.run(
+        ["sh", "-c", script],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+    )
+    assert f"refused: {tmp_path}: process" in done.stdout, done.stdout + done.stderr
+    assert "start it from another folder, or name another --output" in done.stdout
+    assert "the script goes on after 2" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
 WRITER = "echo $BASHPID > writer.pid; while true; do mkdir -p more; echo > more/line; rm -r more; done"
 
 

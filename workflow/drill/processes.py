@@ -125,8 +125,8 @@ def halted(stage: Path | None) -> Iterator[None]:
                 os.kill(driver.process.pid, signal.SIGCONT)
 
 
-def working_in(folder: Path) -> list[Process]:
-    """All processes whose current folder is ``folder`` or below, but for this one and those of people at a terminal."""
+def working_in(folder: Path, this_one: bool = False) -> list[Process]:
+    """All processes whose current folder is ``folder`` or below, but for those of people at a terminal, and this one if not wanted."""
     inside = []
     for link in Path("/proc").glob("[0-9]*/cwd"):
         pid = int(link.parent.name)
@@ -134,7 +134,7 @@ def working_in(folder: Path) -> list[Process]:
             current = link.readlink()
         except OSError:
             continue
-        if pid == os.getpid() or not current.is_relative_to(folder) or _has_terminal(pid):
+        if not current.is_relative_to(folder) or _has_terminal(pid) or (pid == os.getpid() and not this_one):
             continue
         if process := process_of(pid):
             inside.append(process)

@@ -17,7 +17,7 @@ from workflow.drill.campaign import Campaign, DrillError, Pulse, check_room, emp
 from workflow.drill.checks import problems
 from workflow.drill.faults import Fault, local_faults
 from workflow.drill.keeper import kept
-from workflow.drill.processes import drivers, halted
+from workflow.drill.processes import drivers, halted, working_in
 from workflow.drill.watch import PHASES, Moment, Watcher
 
 PER_CAMPAIGN = 12
@@ -133,10 +133,16 @@ class Drill:
         """Run the reference and as many disturbed campaigns as it takes.
 
         Raises:
-            DrillError: the campaign does not complete when it is left alone, or there is no room for another one.
+            DrillError: the folder is not the drill's own, the campaign does not complete when it is left alone, or there is no room
+                for another one.
         """
         if self.output.exists() and any(self.output.iterdir()):
             raise DrillError(f"{self.output}: not empty; a drill starts from nothing")
+        for process in working_in(self.output, this_one=True):
+            raise DrillError(
+                f"{self.output}: {process} works in it ({process.command[:100]}), and a drill ends all that does; "
+                "start it from another folder, or name another --output"
+            )
         self.record = Record(self.words, self.kills, self.seed, self.share_in_time)
         self.draw = random.Random(stream_key("drill", self.seed))
         self.output.mkdir(parents=True, exist_ok=True)
