@@ -371,11 +371,15 @@ class BaseEngine(ABC):
 
     @contextmanager
     def _dropout_stream(self, forward_only: bool) -> Iterator[None]:
-        """Scope in which torch's generator, which dropout draws from, depends on seed, rank and step only."""
+        """Scope in which torch's generator, which dropout draws from, depends on seed, rank and step only.
+
+        Ranks that share sequences hold other heads, layers or rows of them, so they draw other masks.
+        """
         if forward_only:
             yield
             return
-        key = stream_key(self.config.seed or 0, "dropout", self.get_data_parallel_rank(), self.scheduler_step)
+        ranks = (self.get_data_parallel_rank(), self.scheduler_step, *self.topology.sharing_rank)
+        key = stream_key(self.config.seed or 0, "dropout", *ranks)
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices, device_type=self.device.type if devices else None):
             torch.manual_seed(key)

@@ -30,6 +30,8 @@ class Topology:
     """The number of micro-batches is a multiple of this (interleaved pipelines)."""
     alignment: Alignment = NO_PADDING
     """How micro-batches are padded and shared."""
+    sharing_rank: tuple[int, ...] = ()
+    """Where this rank stands among those with the same share of the data, of which it holds other heads, layers or rows; () is the first."""
 
 
 class BaseEngineCtx:

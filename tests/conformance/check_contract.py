@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from engines.registry import EngineRegistry
+from engines.streams import stream_key
 from engines.training.base import BaseEngine
 from engines.training.batch import MicroBatch, SequenceTooLongError
 from engines.training.errors import AdapterNotSupported, EngineModeError, ForwardOnlyError, OffloadedPartError
@@ -144,6 +149,41 @@ def check_modes(subject: Subject) -> None:
     )
     trained = merged([metrics for *_, metrics, _ in ranks])["loss"]
     require(abs(trained - right) > 1e-3 * abs(right), f"loss in training is {trained}: no dropout")
+
+
+def check_dropout_masks(subject: Subject) -> None:
+    """Ranks that hold other sequences, or other heads, layers or rows of the same, draw other masks.
+
+    The first rank of each share of the data draws from the stream that its data-parallel rank and the step name.
+    """
+    ranks = subject.run(_masks, subject.model(attention_dropout=0.5), batches(1)[0])
+    for (first, (_, _, kept)), (second, (_, _, other)) in itertools.combinations(enumerate(ranks), 2):
+        require(not torch.equal(kept, other), f"ranks {first} and {second} draw the same masks")
+    for share_of_data in {rank for rank, _, _ in ranks}:
+        seeds = [seed for rank, seed, _ in ranks if rank == share_of_data]
+        expected = stream_key(0, "dropout", share_of_data, 0)
+        require(seeds[0] == expected, f"the stream of data-parallel rank {share_of_data} is another")
+
+
+def _masks(subject: Subject, model: Path, sequences: list[Sequence]) -> tuple[int, int, Tensor]:
+    engine = subject.engine(model)
+    with engine.train_mode(), Masks() as masks:
+        engine.train_batch(share(engine, sequences), subject.loss)
+    return engine.get_data_parallel_rank(), *masks.first
+
+
+class Masks(TorchFunctionMode):
+    """Notes what the first attention draws: the seed of its stream, and how much of each row of each head is kept."""
+
+    first: tuple[int, Tensor] | None = None
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if function is scaled_dot_product_attention and self.first is None:
+            # Equal weights on values of 1: what is left of a row's sum is what was not dropped.
+            query, key, value = args
+            kept = function(query.detach() * 0, key.detach() * 0, torch.ones_like(value), **kwargs)
+            self.first = torch.initial_seed(), kept
+        return function(*args, **(kwargs or {}))
 
 
 def _modes(subject: Subject, model: Path, sequences: list[Sequence]) -> tuple:

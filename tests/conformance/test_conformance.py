@@ -16,6 +16,7 @@ from engines.training.batch import AGGREGATIONS
 from tests.conformance.check_contract import (
     check_budget,
     check_contract,
+    check_dropout_masks,
     check_forward_only,
     check_modes,
     check_non_finite_step,
@@ -195,6 +196,23 @@ def test_modes(subject: Subject) -> None:
 @on_two_ranks
 def test_dropout_does_not_depend_on_cuts(subject: Subject) -> None:
     check_resume(subject, attention_dropout=0.3)
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        Subject("language_model", backend, layout=layout)
+        for backend, layouts in {
+            "fsdp": ["world 2", "CP 2"],
+            "fsdp2": ["CP 2", "DP 2 x CP 2"],
+            "megatron": ["TP2", "CP2", "PP2"],
+        }.items()
+        for layout in layouts
+    ],
+    ids=str,
+)
+def test_every_rank_draws_dropout_masks_of_its_own(subject: Subject) -> None:
+    check_dropout_masks(subject)
 
 
 @on_two_ranks

@@ -18,6 +18,7 @@ from engines.training.batch import MicroBatch, SequenceTooLongError
 from tests.conformance.check_contract import (
     check_budget,
     check_contract,
+    check_dropout_masks,
     check_forward_only,
     check_modes,
     check_non_finite_step,
@@ -248,6 +249,15 @@ def dropout_from_the_global_stream(good: EngineClass) -> EngineClass:
     return Bad
 
 
+def dropout_that_sharing_ranks_share(good: EngineClass) -> EngineClass:
+    class Bad(good):
+        def build(self) -> None:
+            super().build()
+            self.topology = replace(self.topology, sharing_rank=())
+
+    return Bad
+
+
 def scheduler_steps_per_micro_batch(good: EngineClass) -> EngineClass:
     class Bad(good):
         def run_schedule(self, micro_batches: Sequence[MicroBatch], step: Any, forward_only: bool) -> None:
@@ -391,6 +401,7 @@ PLANTS = [
     Plant(dropout_in_inference, check_modes, "dropout in inference?"),
     Plant(dropout_never, check_modes, "no dropout"),
     Plant(dropout_from_the_global_stream, check_resume, "of step 0", {"attention_dropout": 0.3}),
+    Plant(dropout_that_sharing_ranks_share, check_dropout_masks, "draw the same masks", layout="CP 2"),
     Plant(scheduler_steps_per_micro_batch, check_schedule, "learning rate of step 0", {"name": "cosine"}),
     Plant(non_finite_steps_taken, check_non_finite_step, "metrics say"),
     Plant(offloaded_parts_usable, check_residency, "did not raise OffloadedPartError", raises=RankFailed),

@@ -72,6 +72,7 @@ class ShardedDataParallelEngine(BaseEngine):
             mesh.get_group("data") if size > 1 else None,
             is_source=rank == 0,
             alignment=Alignment(total=shared, ranks=shared),
+            sharing_rank=(rank,) if rank else (),
         )
         return topology, SequenceGroup(mesh.get_group("sequence"), rank, shared)
 

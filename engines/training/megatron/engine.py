@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from engines.catalog import MEGATRON
 from engines.limits import MegatronLimits
 from engines.registry import EngineRegistry
-from engines.streams import stream_key
 from engines.training.base import BaseEngine
 from engines.training.batch import MicroBatch, pipeline_order
 from engines.training.errors import UnsupportedConfigError
@@ -121,8 +119,6 @@ class MegatronEngine(BaseEngine):
             return (made.values if made.log_probs is None else made.log_probs), finish
 
         with self.scope():
-            if not forward_only:
-                self._seed_dropout()
             get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=[iter(micro_batches) for _ in parts] if len(parts) > 1 else iter(micro_batches),
@@ -132,20 +128,6 @@ class MegatronEngine(BaseEngine):
                 micro_batch_size=1,
                 forward_only=forward_only,
                 collect_non_loss_data=step.loss is None,
-            )
-
-    def _seed_dropout(self) -> None:
-        """Ranks that hold other heads, layers or rows draw other masks."""
-        state = parallel_state
-        ranks = (
-            state.get_tensor_model_parallel_rank(),
-            state.get_pipeline_model_parallel_rank(),
-            state.get_context_parallel_rank(),
-        )
-        if any(ranks):
-            data_rank = self.get_data_parallel_rank()
-            torch.manual_seed(
-                stream_key(self.config.seed or 0, "dropout", data_rank, self.scheduler_step, *ranks)
             )
 
     def gradient_scale(self, num_micro_batches: int) -> float:

@@ -77,6 +77,11 @@ def topology(layout: LayoutConfig) -> Topology:
         and parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_context_parallel_rank() == 0
     )
+    sharing_rank = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_context_parallel_rank(),
+    )
     # An interleaved pipeline takes micro-batches in groups of its size.
     interleaved = layout.virtual_pipeline_parallel_size > 1
     return Topology(
@@ -86,6 +91,7 @@ def topology(layout: LayoutConfig) -> Topology:
         is_source,
         layout.pipeline_parallel_size if interleaved else 1,
         alignment(layout),
+        sharing_rank if any(sharing_rank) else (),
     )
 
 
