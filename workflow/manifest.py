@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from engines.checkpoint.store import RELEASED_FILE, make_durable
-from engines.checkpoint.verify import STATE_FILE, sha256
+from engines.checkpoint.verify import STATE_FILE, file_problem, sha256
 from engines.config import Config, ConfigError, LayoutConfig, parse
 
 TWIN = ".published.json"
@@ -266,16 +266,8 @@ def check_files(folder: Path, manifest: Manifest) -> list[str]:
 
 def compare_files(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
     """Hash files in ``folder`` again; one line per file that is missing or is not what its record says."""
-    problems = []
-    for name, record in files.items():
-        path = folder / name
-        if not path.is_file():
-            problems.append(f"{path}: missing")
-        elif path.stat().st_size != record.bytes:
-            problems.append(f"{path}: {path.stat().st_size} bytes, {record.bytes} were published")
-        elif sha256(path) != record.sha256:
-            problems.append(f"{path}: its digest is not the published one")
-    return problems
+    problems = (file_problem(folder / name, record.bytes, record.sha256) for name, record in files.items())
+    return [problem for problem in problems if problem]
 
 
 @dataclass

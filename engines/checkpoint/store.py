@@ -9,8 +9,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,27 +100,34 @@ class StateStore:
 
         States that are damaged are named in a warning, with the file and the reason, and passed over.
         """
-        return next((path for _, path in self._intact(verify, at_most)), None)
+        considered = self._folders(lambda step: at_most is None or step <= at_most)
+        return next((path for _, path in _intact(considered, verify)), None)
 
-    def retain(self, policy: str, keep: Collection[int] = ()) -> list[int]:
-        """Release the bytes of states that neither ``policy`` nor ``keep`` (steps) keeps; returns the released steps.
+    def retain(
+        self, *policies: str, keep: Collection[int] = (), of: Callable[[int], bool] = lambda step: True
+    ) -> list[int]:
+        """Release the bytes of states that neither a policy nor ``keep`` (steps) keeps; returns the released steps.
 
         ``all`` keeps every state, ``last`` the newest, ``every:N`` the newest and each whose step N divides.
         Only states older than the newest verified one are ever released. What a released folder holds besides
         the state (a manifest) stays; ``released.json`` then describes what was there.
+
+        Args:
+            of: of the steps that it is about: other states are neither looked at nor touched.
         """
-        keep_every = parse_policy(policy)
-        for path in self._folders().values():
-            if (path / RELEASED_FILE).exists():
+        intervals = [parse_policy(policy) for policy in policies]
+        for step, path in self._folders(of).items():
+            if step not in keep and (path / RELEASED_FILE).exists():
                 _remove_files(path)  # a process may have died while it released
-        newest = self.newest()
+        considered = self._folders(of)
+        newest = next((step for step, _ in _intact(considered)), None)
         released: list[int] = []
-        if newest is None or keep_every == 1:
+        if newest is None or 1 in intervals:
             return released
-        for step, path in self._folders().items():
-            if step >= _step(newest) or step in keep or not (path / STATE_FILE).exists():
+        for step, path in considered.items():
+            if step >= newest or step in keep or not (path / STATE_FILE).exists():
                 continue
-            if keep_every and step % keep_every == 0:
+            if any(interval and step % interval == 0 for interval in intervals):
                 continue
             try:
                 _release(path)
@@ -130,25 +137,11 @@ class StateStore:
                 released.append(step)
         return sorted(released)
 
-    def _intact(self, verify: bool, at_most: int | None = None) -> Iterator[tuple[int, Path]]:
-        for step, path in sorted(self._folders().items(), reverse=True):
-            if (path / RELEASED_FILE).exists() or (at_most is not None and step > at_most):
-                continue
-            try:
-                state = verify_state(path) if verify else read_state(path)
-                if state["step"] != step:
-                    raise StateDamaged(f"{path / STATE_FILE}: is of step {state['step']}")
-            except StateError as error:
-                _log.warning("Damaged training state passed over: %s", error)
-                continue
-            yield step, path
-
-    def _folders(self) -> dict[int, Path]:
+    def _folders(self, of: Callable[[int], bool] = lambda step: True) -> dict[int, Path]:
         if not self.folder.is_dir():
             return {}
-        # An empty folder holds no state: a workflow engine makes it for the manifest that is to come.
-        found = [path for path in self.folder.iterdir() if _STEP.fullmatch(path.name) and any(path.iterdir())]
-        return {_step(path): path for path in found}
+        found = [path for path in self.folder.iterdir() if _STEP.fullmatch(path.name)]
+        return {_step(path): path for path in found if of(_step(path)) and _holds_anything(path)}
 
     def _newest_bytes(self) -> int:
         for path in sorted(self._folders().values(), key=_step, reverse=True):
@@ -197,6 +190,28 @@ def disk_full_is_named(folder: Path) -> Iterator[None]:
         if error.errno not in _NO_SPACE:
             raise
         raise StateDiskFull(f"{folder}: {os.strerror(error.errno)} while writing a state") from error
+
+
+def _intact(folders: dict[int, Path], verify: bool = True) -> Iterator[tuple[int, Path]]:
+    """Those that can be read, the newest first."""
+    for step, path in sorted(folders.items(), reverse=True):
+        if (path / RELEASED_FILE).exists():
+            continue
+        try:
+            state = verify_state(path) if verify else read_state(path)
+            if state["step"] != step:
+                raise StateDamaged(f"{path / STATE_FILE}: is of step {state['step']}")
+        except StateError as error:
+            _log.warning("Damaged training state passed over: %s", error)
+            continue
+        yield step, path
+
+
+def _holds_anything(path: Path) -> bool:
+    """An empty folder holds no state: a workflow engine makes it for the manifest that is to come."""
+    with suppress(FileNotFoundError):  # another process has just released all of it
+        return any(path.iterdir())
+    return False
 
 
 def _name(step: int) -> str:

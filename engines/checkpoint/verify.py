@@ -47,6 +47,8 @@ def read_state(path: Path) -> dict[str, Any]:
         state = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise StateDamaged(f"{file}: missing") from None
+    except OSError as error:
+        raise StateDamaged(f"{file}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise StateDamaged(f"{file}: not JSON ({error})") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
@@ -61,17 +63,23 @@ def verify_state(path: Path) -> dict[str, Any]:
     """Read the state in folder ``path`` and hash every file of it again; returns its description.
 
     Raises:
-        StateDamaged: naming the first file that is missing, has another size, or another digest.
+        StateDamaged: naming the first file that is missing, cannot be read, has another size, or another digest.
         StateFormatUnknown: see :func:`read_state`.
     """
     state = read_state(path)
     for name, expected in state["files"].items():
-        file = Path(path) / name
-        if not file.is_file():
-            raise StateDamaged(f"{file}: missing")
-        size = file.stat().st_size
-        if size != expected["bytes"]:
-            raise StateDamaged(f"{file}: {size} bytes, {expected['bytes']} were published")
-        if sha256(file) != expected["sha256"]:
-            raise StateDamaged(f"{file}: its digest is not the published one")
+        if problem := file_problem(Path(path) / name, expected["bytes"], expected["sha256"]):
+            raise StateDamaged(problem)
     return state
+
+
+def file_problem(path: Path, size: int, digest: str) -> str:
+    """In what a file is not the published one, of ``size`` bytes and with the SHA-256 ``digest``; empty when it is."""
+    try:
+        if (found := path.stat().st_size) != size:
+            return f"{path}: {found} bytes, {size} were published"
+        return "" if sha256(path) == digest else f"{path}: its digest is not the published one"
+    except FileNotFoundError:
+        return f"{path}: missing"
+    except OSError as error:
+        return f"{path}: cannot be read: {error.strerror}"

@@ -119,6 +119,16 @@ def _binary_state_file(path: Path) -> None:
     flip_bit(path / "state.json", 0)
 
 
+def _unreadable_shard(path: Path) -> None:
+    (path / SHARD).unlink()
+    (path / SHARD).symlink_to(SHARD.rpartition("/")[2])
+
+
+def _unreadable_state_file(path: Path) -> None:
+    (path / "state.json").unlink()
+    (path / "state.json").symlink_to("state.json")
+
+
 def _other_format(path: Path) -> None:
     state = json.loads((path / "state.json").read_text())
     state["format"] = 99
@@ -133,6 +143,8 @@ def _other_step(path: Path) -> None:
 DAMAGES = {
     _remove_state_file: (StateDamaged, "state.json: missing"),
     _remove_shard: (StateDamaged, f"{SHARD}: missing"),
+    _unreadable_shard: (StateDamaged, f"{SHARD}: cannot be read: Too many levels"),
+    _unreadable_state_file: (StateDamaged, "state.json: cannot be read: Too many levels"),
     _flip_shard: (StateDamaged, f"{SHARD}: its digest"),
     _truncate_shard: (StateDamaged, "bytes, .* were published"),
     _truncate_state_file: (StateDamaged, "state.json: not JSON"),
@@ -316,6 +328,31 @@ def test_retention_reads_the_folder(tmp_path: Path) -> None:
     assert StateStore(tmp_path).newest() == tmp_path / "step000040"
     with pytest.raises(ValueError, match="every:N"):
         StateStore(tmp_path).retain("every:0")
+
+
+def test_a_state_that_was_saved_behind_a_later_one_is_kept(tmp_path: Path) -> None:
+    for step in (10, 40, 12, 13):
+        save(StateStore(tmp_path), step)
+    behind = {"keep": {40}, "of": lambda step: step <= 13}
+    assert StateStore(tmp_path).retain("last", **behind) == [10, 12]
+    assert StateStore(tmp_path).newest(at_most=20) == tmp_path / "step000013"
+
+
+def test_of_several_policies_each_keeps_what_it_names(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        save(StateStore(tmp_path), step)
+    assert StateStore(tmp_path).retain("last", "all") == []
+    assert StateStore(tmp_path).retain("every:2", "every:3", of=lambda step: step != 1) == [5]
+
+
+def test_states_that_are_not_meant_are_not_looked_at(tmp_path: Path, caplog) -> None:
+    for step in (1, 2, 3, 4):
+        save(StateStore(tmp_path), step)
+    flip_bit(tmp_path / "step000004" / SHARD)
+    (tmp_path / "step000001" / "state.json").rename(tmp_path / "step000001" / "released.json")
+    assert StateStore(tmp_path).retain("last", of={2, 3}.__contains__) == [2]
+    assert not caplog.records
+    assert (tmp_path / "step000001" / SHARD).exists()
 
 
 def test_retention_never_trusts_a_damaged_state(tmp_path: Path, caplog) -> None:

@@ -32,8 +32,19 @@ def record(path, *starts):
         ([("6", 0, None, None, "stopped"), ("7", 0, None, None, "stopped")], 0, 0),
         ([("7", 0, None, None, "killed"), ("7", 1, 5, 6, "stopped"), ("7", 2, None, None, "stopped")], 2, 0),
         ([("7", 0, 1, 2, "stopped")], 2, 2),
+        ([("6", 0, 1, 20, "withdrawn"), ("7", 0, 1, 8, "stopped"), ("7", 1, 9, 16, "stopped")], 1, 0),
     ],
-    ids=["progress", "once", "twice", "after", "then", "another job", "killed", "before the stage began"],
+    ids=[
+        "progress",
+        "once",
+        "twice",
+        "after",
+        "then",
+        "another job",
+        "killed",
+        "before the stage began",
+        "anew",
+    ],
 )
 def test_two_starts_of_a_job_without_a_new_step_are_enough(tmp_path, starts, restart, count):
     path = tmp_path / "attempts.jsonl"

@@ -160,6 +160,7 @@ def test_what_keeps_a_state_from_being_published_is_raised(model, tmp_path, monk
 def _a_file_is_lost(model: Path, folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(shards, "save_file", lambda blocks, part: part.write_bytes(b""))
     monkeypatch.setattr(Path, "rename", lambda part, file: None)  # what a rank says it wrote is seen nowhere
+    monkeypatch.setattr("workflow.rl.saving.UNSEEN_SECONDS", 0.2)
     with saving(model, folder) as (trainer, saver, _):
         trainer.step()
         saver.save()
@@ -168,6 +169,21 @@ def _a_file_is_lost(model: Path, folder: Path, monkeypatch) -> None:
 def test_what_was_written_and_is_not_seen_is_no_reason_to_wait_for_ever(model, tmp_path, monkeypatch):
     with pytest.raises(StateDamaged, match="names files that were not written"):
         _a_file_is_lost(model, tmp_path, monkeypatch)
+
+
+def test_what_another_node_wrote_may_be_seen_late(model, tmp_path, monkeypatch):
+    seen, is_written = [], StateStore.is_written
+
+    def late(store: StateStore, *arguments: object) -> bool:
+        seen.append(is_written(store, *arguments))
+        return seen[-1] and sum(seen) > 3
+
+    monkeypatch.setattr(StateStore, "is_written", late)
+    with saving(model, tmp_path) as (trainer, saver, store):
+        trainer.step()
+        saver.save()
+        assert steps_of(store) == [1]
+    assert sum(seen) == 4
 
 
 def _training_fails(model: Path, folder: Path) -> None:

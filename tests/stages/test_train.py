@@ -22,7 +22,8 @@ from workflow.campaign.plan import CURRENT, Plan, StageSpec, write_plan
 from workflow.campaign.schema import CampaignOptions
 from workflow.manifest import check_files, read_manifest, verify
 from workflow.rl.metrics import read_metrics, without_timing
-from workflow.stages.runner import OWN_ERROR, STOPPED
+from workflow.stages.publication import withdraw
+from workflow.stages.runner import OWN_ERROR, PUBLISHED, STOPPED
 
 COMMON = [
     "model=micro-qwen3",
@@ -227,6 +228,40 @@ def test_a_stop_request_saves_and_the_same_command_continues(prepared, tmp_path)
     attempts = read_manifest(folder / spec.manifest(6)).attempts
     assert [attempt.end for attempt in attempts] == ["stopped", "published"]
     assert attempts[1].first_step == attempts[0].last_step + 1
+
+
+def test_behind_a_later_state_a_segment_is_stopped_and_goes_on_and_is_not_given_up(prepared, tmp_path):
+    """Its first result goes while the next segment trains; then it is computed anew, in two starts."""
+    plan, path = workspace(prepared, tmp_path / "run", 2, "checkpoint.save_every=1")
+    folder, spec = tmp_path / "run", plan.stages[plan.runs["grpo"].stages["train"]]
+    finish(folder, path, "train", spec.id, 3)
+    first = read_manifest(folder / spec.manifest(3))
+    process = start(folder, path, "train", spec.id, 6)
+    wait_for_step(spec, folder, 4, process)
+    withdraw(folder / spec.output_folder(3))
+    process.join()
+    assert process.exitcode == PUBLISHED
+    assert read_manifest(folder / spec.manifest(6)).inputs["state"].digest == first.digest
+    expected = content(folder, spec)
+
+    shutil.rmtree(folder / spec.output_folder(3))
+    process = start(folder, path, "train", spec.id, 3)
+    state = folder / spec.folder / "step000001" / STATE_FILE
+    while not state.exists():
+        assert process.is_alive(), "the job ended before it could be stopped"
+        time.sleep(0.002)
+    process.terminate()
+    process.join()
+    assert process.exitcode == STOPPED
+    finish(folder, path, "train", spec.id, 3)
+    *_, stopped, last = read_manifest(folder / spec.manifest(3)).attempts
+    assert (stopped.end, last.end) == ("stopped", "published")
+    assert last.first_step == stopped.last_step + 1
+    assert [step.name for step in sorted((folder / spec.folder).glob("step*"))] == [
+        "step000003",
+        "step000006",
+    ]
+    assert content(folder, spec) == expected
 
 
 def test_evaluation_of_model_and_state(prepared, tmp_path):

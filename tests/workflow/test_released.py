@@ -20,7 +20,7 @@ from workflow.campaign.build import make_plan
 from workflow.campaign.plan import CURRENT, read_plan
 from workflow.campaign.released import check_released
 from workflow.campaign.schema import CampaignOptions
-from workflow.manifest import TWIN
+from workflow.manifest import MANIFEST, TWIN
 from workflow.stages.retention import release_states
 
 
@@ -29,6 +29,15 @@ def save_states(folder: Path, steps) -> None:
         store = StateStore(folder)
         index = write_shards(store.begin(step) / "actor", 0, {"weight": torch.ones(3)}, {})
         store.commit(step, {}, {"actor": [index]})
+
+
+def give_states(train, steps, unpublished=()) -> None:
+    """Have states of ``steps`` where the invented campaign has manifests; ``unpublished`` are inside segments."""
+    manifests = {step: Path(train.manifest(step)).read_text() for step in train.cuts}
+    shutil.rmtree(train.folder)
+    save_states(Path(train.folder), [*steps, *unpublished])
+    for step in steps:
+        Path(train.folder, f"step{step:06d}", MANIFEST).write_text(manifests.get(step, "{}"))
 
 
 def training(plan, run="grpo"):
@@ -40,11 +49,7 @@ def test_a_changed_evaluation_of_released_states_is_refused_with_the_remedy(proj
     check_released(plan)
     for run in plan.runs:
         train = training(plan, run)
-        for step in train.cuts:
-            shutil.move(train.manifest(step), f"{train.folder}/{step}")
-        save_states(Path(train.folder), train.cuts)
-        for step in train.cuts:
-            shutil.move(f"{train.folder}/{step}", train.manifest(step))
+        give_states(train, train.cuts)
         assert release_states(plan, train) == [2, 4]
     check_released(plan)  # nobody reads them any more
     reader = next(Path(spec.manifest()) for spec in plan.stages.values() if "step000002" in spec.name)
@@ -84,8 +89,7 @@ def test_another_campaign_that_cuts_the_same_training_differently_keeps_its_stat
     thirds, halves = plans
     train = training(thirds)
     assert (training(halves).folder, train.cuts, training(halves).cuts) == (train.folder, [2, 4, 6], [3, 6])
-    shutil.rmtree(train.folder)
-    save_states(Path(train.folder), [2, 3, 4, 6])
+    give_states(train, [2, 3, 4, 6])
     reader = halves.runs["grpo"].stages["evaluate"][1]
     assert halves.stages[reader].inputs["model"].step == 3
     if not evaluated:
@@ -93,13 +97,49 @@ def test_another_campaign_that_cuts_the_same_training_differently_keeps_its_stat
     assert release_states(thirds, train) == ([2, 3, 4] if evaluated else [2, 4])
 
 
+@pytest.mark.parametrize("other", ["checkpoint.retain=all", "checkpoint.retain=every:4", ""])
+def test_what_another_campaign_means_to_keep_is_kept(tmp_path, monkeypatch, other):
+    monkeypatch.chdir(tmp_path)
+    plan = read_plan(fake_campaign(tmp_path, campaign="drill"))
+    path = fake_campaign(tmp_path, campaign="drill", set=other)
+    Path("results/other").mkdir()
+    Path("results/other", CURRENT).symlink_to(path.resolve())
+    train = training(plan)
+    assert training(read_plan(path)).id == train.id
+    give_states(train, train.cuts)
+    expected = {"checkpoint.retain=all": [], "checkpoint.retain=every:4": [2], "": [2, 4]}
+    assert release_states(plan, train) == expected[other]
+
+
+def test_the_next_segment_is_a_reader(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = read_plan(fake_campaign(tmp_path, campaign="drill"))
+    train = training(plan)
+    give_states(train, train.cuts)
+    Path(train.manifest(4)).rename(tmp_path / "of 4")
+    assert release_states(plan, train) == []
+    (tmp_path / "of 4").rename(train.manifest(4))
+    assert release_states(plan, train) == [2, 4]
+
+
+def test_states_inside_a_segment_are_those_of_the_training(tmp_path, monkeypatch):
+    """It may be at work there: before the newest state, when it computes a segment anew, and after it."""
+    monkeypatch.chdir(tmp_path)
+    plan = read_plan(fake_campaign(tmp_path, campaign="drill"))
+    train = training(plan)
+    give_states(train, [2, 4], unpublished=[1, 3, 5])
+    Path(train.output_folder(6)).mkdir()
+    shutil.copy(train.manifest(4), train.manifest(6))
+    assert release_states(plan, train) == [2]
+    assert StateStore(Path(train.folder)).newest(at_most=1) is not None
+
+
 def test_of_two_readers_that_publish_at_once_the_last_one_releases(tmp_path, monkeypatch):
     """One looks before the other has published and keeps the state; the other comes while the first is still at it."""
     monkeypatch.chdir(tmp_path)
     plan = read_plan(fake_campaign(tmp_path, campaign="drill"))
     train = training(plan)
-    shutil.rmtree(train.folder)
-    save_states(Path(train.folder), train.cuts)
+    give_states(train, train.cuts)
     holding = (
         "from pathlib import Path; from workflow.campaign.lock import FolderLock\n"
         f"with FolderLock(Path({train.folder!r}), 'release.json'): print('held', flush=True); input()"

@@ -301,16 +301,18 @@ def unprogressed(attempts: Path, segment: int | None, job: str, restart: int) ->
     """The last starts of ``job``, up to ``restart``, that brought no new step; 0 while there are fewer than two of them.
 
     A start's last step is in its own record; of a killed one it shows in where the next start began. A start without a record
-    ended before its stage began.
+    ended before its stage began. What was reached before a published result was withdrawn counts no more: it is computed anew.
     """
     recorded = _starts(attempts, segment)
+    withdrawn = max((n for n, s in recorded.items() if s.get("end") == "withdrawn"), default=0)
     numbers = {s["restart"]: number for number, s in recorded.items() if s.get("job") == job}
     without = 0
     for count in range(restart, -1, -1):
         if (number := numbers.get(count)) is not None:
             following = recorded.get(number + 1, {})
             reached = recorded[number].get("last_step") or (following.get("first_step") or 1) - 1
-            before = max((s.get("last_step") or 0 for n, s in recorded.items() if n < number), default=0)
+            earlier = [s.get("last_step") or 0 for n, s in recorded.items() if withdrawn < n < number]
+            before = max(earlier, default=0)
             if reached > before:
                 break
         without += 1

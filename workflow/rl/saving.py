@@ -15,6 +15,8 @@ from workflow.rl.trainer import PPOTrainer
 
 POLL_SECONDS = 0.05
 """Between two looks whether the ranks' files are there."""
+UNSEEN_SECONDS = 60.0
+"""In which a file system over a network may still not show what another node has written."""
 _log = logging.getLogger(__name__)
 
 
@@ -116,11 +118,16 @@ class StateSaver:
     def _publish(
         self, step: int, state: dict[str, Any], roles: dict[str, list[ShardIndex]], begun: float
     ) -> None:
-        # When the ranks say that all is written, it is: what is missing then is an error, which the store names.
-        while not self._store.is_written(step, roles) and not self._written.is_set():
+        # When the ranks say that all is written, it is: what is missing for long then is an error, which the store names.
+        unseen = 0.0
+        while not self._store.is_written(step, roles) and unseen < UNSEEN_SECONDS:
             if self._given_up.is_set():
                 return
-            self._written.wait(POLL_SECONDS)
+            if self._written.is_set():
+                unseen += POLL_SECONDS
+                time.sleep(POLL_SECONDS)
+            else:
+                self._written.wait(POLL_SECONDS)
         self._may_publish()
         self._store.commit(step, state, roles)
         self._published(step)

@@ -37,6 +37,10 @@ WITHDRAWN = "withdrawn.json"
 """Name of the manifest of a result whose bytes were found damaged."""
 
 
+Source = tuple[InputRef, Path, Manifest]
+"""Something that a stage starts from: its reference, its folder and its manifest."""
+
+
 class StageRefused(RuntimeError):
     """The stage must not run on what it was given."""
 
@@ -129,8 +133,8 @@ def _input_records(context: StageContext) -> dict[str, InputRecord]:
     sources = {
         name: (ref, context.input_path(name), context.inputs[name]) for name, ref in spec.inputs.items()
     }
-    if before := segment_before(spec, context.step):
-        sources["state"] = before
+    if context.before is not None:
+        sources["state"] = context.before
     return {
         name: InputRecord(
             stage=manifest.stage,
@@ -143,7 +147,7 @@ def _input_records(context: StageContext) -> dict[str, InputRecord]:
     }
 
 
-def segment_before(spec: StageSpec, step: int | None) -> tuple[InputRef, Path, Manifest] | None:
+def segment_before(spec: StageSpec, step: int | None) -> Source | None:
     """Training: the reference, folder and manifest of the state at which the segment before this one ended.
 
     Its files are not hashed: they may be released, and training verifies the state that it goes on from.

@@ -28,7 +28,14 @@ from workflow.manifest import Manifest, ManifestError, write_json
 from workflow.stages.attempts import AttemptLog
 from workflow.stages.progress import Progress
 from workflow.stages.provenance import timestamp
-from workflow.stages.publication import StageRefused, publish, published, read_input, segment_before
+from workflow.stages.publication import (
+    Source,
+    StageRefused,
+    publish,
+    published,
+    read_input,
+    segment_before,
+)
 from workflow.stages.retention import release_states
 from workflow.stages.stop import StoppedByUser, StoppedOnRequest, StopRequest
 
@@ -71,6 +78,8 @@ class StageContext:
     log: logging.Logger
     attempts: AttemptLog
     _input_folders: dict[str, Path] = field(default_factory=dict)
+    before: Source | None = None
+    """Training: the state at which the segment before this one ended, as it was when this start began."""
     lock: FolderLock | None = None
     """Of the folder. Not held for ever: SLURM may give up a node on which this process goes on."""
 
@@ -250,24 +259,26 @@ def _context(
         path = Path(plan.input_manifest(ref))
         folders[name] = path.parent
         inputs[name] = read_input(plan, name, ref, path)
-    segment_before(spec, step)  # must have been published
     output = Path(spec.output_folder(step))
     if step is None:
         output.mkdir(parents=True, exist_ok=True)  # a training state's folder appears with the state
     config = Slice(spec.stage, spec.config)
     return StageContext(
         *(spec, config, inputs, Path(spec.folder), output, step),
-        *(stop, triggers, log, attempts, folders),
+        *(stop, triggers, log, attempts, folders, segment_before(spec, step)),
     )
 
 
 def _release(plan: Plan, spec: StageSpec, log: logging.Logger) -> None:
-    """Give up training states that are not needed now that this stage has published."""
+    """Give up training states that are not needed now that this stage has published. What goes wrong here does not undo that."""
     trains = [spec] if spec.stage == "train" else []
     trains += [plan.stages[ref.id] for ref in spec.inputs.values() if ref.step is not None]
     for train in trains:
-        if steps := release_states(plan, train):
-            log.info("released the states of steps %s of %s", steps, train.name)
+        try:
+            if steps := release_states(plan, train):
+                log.info("released the states of steps %s of %s", steps, train.name)
+        except OSError as error:
+            log.warning("states of %s that nobody needs any more are still there: %s", train.name, error)
 
 
 def _record_failure(

@@ -21,11 +21,12 @@ from engines.workers.spec import RoleSpec
 from workflow.campaign.pace import LOAD_SECONDS, MEAN_STEP_SECONDS, SAVE_SECONDS, START_SECONDS, STEP_SECONDS
 from workflow.campaign.slice import Slice
 from workflow.data import PromptEncoder, load_problems
-from workflow.manifest import MANIFEST, is_released
+from workflow.manifest import is_released
 from workflow.rl.metrics import METRICS_FILE, MetricsLog, Stopwatch, read_metrics
 from workflow.rl.rewards import Rewarder
 from workflow.rl.saving import StateSaver
 from workflow.rl.trainer import PPOTrainer, optimizer_steps
+from workflow.stages.retention import published_steps
 from workflow.stages.runner import StageContext, StageResult
 from workflow.stages.stop import StoppedByUser, StoppedOnRequest
 
@@ -157,8 +158,10 @@ def advance(context: StageContext, trainer: PPOTrainer, store: StateStore, end: 
         return step in again or (config.save_every > 0 and step % config.save_every == 0)
 
     def published(step: int) -> None:
-        # States inside a segment are for resuming only; published ones may still have readers.
-        store.retain("last", keep={*context.spec.cuts, *published_steps(context.folder)})
+        # States inside a segment are for resuming only; published ones may still have readers. One that is computed again
+        # has later ones, from which nothing here goes on.
+        keep = {*context.spec.cuts, *published_steps(context.folder)}
+        store.retain("last", keep=keep, of=lambda earlier: earlier <= step)
         context.log.info("the state after step %d is saved", step)
 
     with (
@@ -212,11 +215,6 @@ def pace_of(started: float, steps: Sequence[float], save: float) -> dict[str, fl
         MEAN_STEP_SECONDS: fmean(steps[1:] or steps),  # a first step takes many times as long as the others
         SAVE_SECONDS: save,
     }
-
-
-def published_steps(folder: Path) -> set[int]:
-    """Steps at which segments ended, of whatever campaign: how a run is cut is no part of what it is."""
-    return {int(path.parent.name.removeprefix("step")) for path in folder.glob(f"step*/{MANIFEST}")}
 
 
 def _metrics_at(path: Path, step: int) -> dict[str, Any]:
