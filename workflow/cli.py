@@ -33,7 +33,7 @@ from workflow.cluster.head_job import head_log, submit_head
 from workflow.cluster.slurm import SlurmLimit, SlurmRefused, SlurmUnavailable
 from workflow.cluster.stage_in import stage_in
 from workflow.cluster.status import campaign_status
-from workflow.compare import Comparison, NotComparable, compare, find_pairs
+from workflow.compare import Comparison, NotComparable, compare, find_pairs, passed, summary
 from workflow.drill.campaign import DrillError
 from workflow.drill.report import reported
 from workflow.drill.run import Drill
@@ -131,7 +131,7 @@ def compare_command(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="write the findings there, as JSON")] = None,
 ) -> None:
-    """Compare results of one learning identity: weights, optimizer, curves, samples. Exit code 1: they differ; 2: refused."""
+    """Compare results of one learning identity, part by part. Exit code 1: they differ, or nothing of one was compared; 2: refused."""
     try:
         found = [compare(pair, tolerance) for pair in find_pairs(a, b)]
     except (ManifestError, StateError, ModelFolderError, NotComparable) as error:
@@ -139,9 +139,9 @@ def compare_command(
         raise typer.Exit(2) from None
     if output is not None:
         record = {"a": str(a), "b": str(b), "tolerance": tolerance, "pairs": [one.record() for one in found]}
-        write_json(output, record | {"passed": all(one.passed for one in found)})
+        write_json(output, record | {"passed": passed(found)})
     _show_comparisons(found)
-    if not all(one.passed for one in found):
+    if not passed(found):
         raise typer.Exit(1)
 
 
@@ -350,11 +350,7 @@ def _show_comparisons(found: list[Comparison]) -> None:
             table.add_row(*place, finding.part, f"[{color}]{escape(str(finding))}[/]")
             place = [""] * len(place)
     console.print(table)
-    different = sum(not one.passed for one in found)
-    console.print(
-        f"{len(found)} results compared: "
-        + (f"[red]{different} differ[/]" if different else "[green]none differs[/]")
-    )
+    console.print(f"[{'green' if passed(found) else 'red'}]{escape(summary(found))}[/]", soft_wrap=True)
 
 
 def _computed(manifest: Manifest) -> str:

@@ -24,7 +24,7 @@ from workflow.campaign.plan import write_plan
 from workflow.campaign.schema import CampaignOptions
 from workflow.campaign.view import write_view
 from workflow.cli import app
-from workflow.compare.tensors import apart, folder_tensors, role_tensors
+from workflow.compare.tensors import Tensor, apart, folder_tensors, role_tensors
 
 COMMON = [
     *("model=micro-qwen3", "data.train_size=16", "data.heldout_size=8", "evaluate.problems=8"),
@@ -39,20 +39,20 @@ COMMON = [
 ]
 
 
-def compute(folder: Path, *options: str, without: Collection[str] = ("export",)) -> Path:
+def compute(folder: Path, *options: str, without: Collection[str] = ("export",), segments: int = 1) -> Path:
     """A campaign of one run, computed in ``folder`` but for some stages; returns the folder of the run."""
     path = folder / "campaign.yaml"
     folder.mkdir()
-    path.write_text(
-        yaml.safe_dump({"name": "one", "segments": 1, "common": [*COMMON, *options], "runs": {"run": []}})
-    )
+    values = {"name": "one", "segments": segments, "common": [*COMMON, *options], "runs": {"run": []}}
+    path.write_text(yaml.safe_dump(values))
     plan, _ = make_plan(CampaignOptions(campaign=str(path)), ROOT)
     frozen = write_plan(plan, folder / "results" / "one")
     run = plan.runs["run"]
     for stage in without:
         del run.stages[stage]
     for id in run.ids():
-        finish(folder, frozen, plan.stages[id].stage, id, *plan.stages[id].cuts)
+        for step in plan.stages[id].cuts or [None]:
+            finish(folder, frozen, plan.stages[id].stage, id, step)
     before = Path.cwd()
     os.chdir(folder)  # links are relative to where the workflow runs
     try:
@@ -98,11 +98,19 @@ def test_a_result_equals_itself_in_all_parts(one, tmp_path):
     assert code == 0
     assert {key: finding["verdict"] for key, finding in found.items()} == dict.fromkeys(
         [
-            *(("convert", "weights"), ("sft", "weights"), ("sft", "curve"), ("evaluate", "samples")),
-            *(("train", part) for part in ("weights", "optimizer", "samples", "curve")),
+            *(("convert", "weights"), ("convert", "files")),
+            *(("sft", part) for part in ("weights", "files", "curve")),
+            *(("train", part) for part in ("weights", "optimizer", "samples", "counters", "curve")),
+            *(("evaluate", part) for part in ("samples", "outcomes", "metrics")),
         ],
         "equal",
     )
+
+
+def test_a_run_that_was_cut_equals_the_one_that_was_not(one, tmp_path):
+    cut = compute(tmp_path / "cut", segments=2)
+    code, output = baton("compare", one, cut)
+    assert (code, "none differs; 2 on one side only" in output) == (0, True), output
 
 
 def test_micro_batches_are_close_and_only_a_tolerance_lets_them_pass(one, in_pieces, tmp_path):
@@ -190,7 +198,7 @@ def test_released_states_are_compared_by_their_digests(one, tmp_path):
 
 def test_apart_counts_bits_and_measures_numbers():
     def tensors(**values):
-        return {name: numpy.array(value, "f4") for name, value in values.items()}
+        return {name: Tensor("F32", numpy.array(value, "f4")) for name, value in values.items()}
 
     assert apart(tensors(a=[1, math.nan]), tensors(a=[1, math.nan])).unequal == 0
     signs = apart(tensors(a=[0.0, 1]), tensors(a=[-0.0, 1]))
@@ -220,7 +228,7 @@ def test_shards_and_types_are_read_as_torch_reads_them(tmp_path):
     ]
     path = store.commit(1, {}, {"actor": indexes})
     found = role_tensors(path, read_state(path)["roles"]["actor"], "model.")
-    assert numpy.array_equal(found["model.w"], whole.numpy())
+    assert numpy.array_equal(found["model.w"].values, whole.numpy())
     tensors = {
         "half": torch.randn(5).bfloat16(),
         "double": torch.randn(2, 3, dtype=torch.float64),
@@ -231,4 +239,27 @@ def test_shards_and_types_are_read_as_torch_reads_them(tmp_path):
     found = folder_tensors([tmp_path / "model.safetensors"])
     for name, tensor in tensors.items():
         expected = tensor.float() if name == "half" else tensor
-        assert numpy.array_equal(found[name], expected.numpy()), name
+        assert numpy.array_equal(found[name].values, expected.numpy()), name
+
+
+def test_a_type_is_part_of_a_tensor(tmp_path):
+    """Equal values of two types are not equal bits, and equal bytes of two types are not equal values."""
+
+    def written(name: str, tensor: torch.Tensor) -> dict[str, Tensor]:
+        save_file({"w": tensor}, tmp_path / name)
+        return folder_tensors([tmp_path / name])
+
+    values = torch.tensor([1.0, -2.0, 0.5])
+    full, half = written("full", values), written("half", values.bfloat16())
+    found = apart(half, full)
+    assert (found.unequal, found.largest, found.where) == (1, 0.0, "w: BF16 | F32")
+    assert apart(half, half).unequal == 0
+    one, other = (
+        written("one", values.to(torch.float8_e4m3fn)),
+        written("other", values.to(torch.float8_e5m2)),
+    )
+    assert apart(one, one).unequal == 0
+    alike = written("alike", values.to(torch.float8_e4m3fn).view(torch.float8_e5m2))
+    assert apart(one, alike).largest == apart(one, other).largest == math.inf
+    whole = written("whole", torch.tensor([1, -2, 0]))
+    assert apart(whole, written("narrow", torch.tensor([1, -2, 0], dtype=torch.int8))).largest == math.inf

@@ -32,6 +32,24 @@ class Result:
         return self.manifest.stage, self.manifest.learning_identity, self.manifest.step
 
     @property
+    def cut(self) -> int | None:
+        """The step of the training state that it is, or was made of."""
+        model = self.manifest.inputs.get("model")
+        return model.step if self.manifest.step is None and model is not None else self.manifest.step
+
+    @property
+    def training(self) -> str | None:
+        """Learning identity of the training that it is a cut of, or evaluates at a cut."""
+        if self.manifest.stage == "train":
+            return self.manifest.learning_identity
+        if self.manifest.stage != "evaluate" or self.cut is None:
+            return None
+        try:
+            return read_manifest(self.path.parent / self.manifest.inputs["model"].manifest).learning_identity
+        except ManifestError:
+            return None
+
+    @property
     def name(self) -> str:
         """For people."""
         step = "" if self.manifest.step is None else f" step {self.manifest.step}"
@@ -44,19 +62,41 @@ class Pair:
 
     ours: Result | None
     theirs: Result | None
+    cut_elsewhere: bool = False
+    """One is missing because that side was not cut at its step, and where a run is cut is no part of what it learns."""
+
+    @property
+    def identities(self) -> tuple[str, str] | None:
+        """Both numeric identities: all states of two trainings have the same ones."""
+        if self.ours is None or self.theirs is None:
+            return None
+        return self.ours.manifest.identity, self.theirs.manifest.identity
 
 
 def find_pairs(ours: Path, theirs: Path) -> list[Pair]:
     """Pair the results at two paths: manifests, their folders, runs or campaigns.
 
     Where several results of one side share a learning identity (layouts of one run), equal numeric identities go together first.
+    Of a run that was cut differently, the states and evaluations at the cuts that both have are paired.
 
     Raises:
         ManifestError: nothing published is there.
         NotComparable: results of the same stage and step differ in what they learn.
     """
     left, right = _results(ours), _results(theirs)
-    pairs = []
+    pairs, only_left, only_right = _matched(left, right)
+    cuts_left, cuts_right = _cuts(left), _cuts(right)
+    alone = [Pair(one, None, _cut_elsewhere(one, cuts_right)) for one in only_left]
+    alone += [Pair(None, other, _cut_elsewhere(other, cuts_left)) for other in only_right]
+    _refuse_other_learning([pair for pair in alone if not pair.cut_elsewhere])
+    if not pairs:
+        raise NotComparable(f"{ours} and {theirs}: no stage and step that both have")
+    return pairs + alone
+
+
+def _matched(left: list[Result], right: list[Result]) -> tuple[list[Pair], list[Result], list[Result]]:
+    """What belongs together, and what is left of both sides."""
+    pairs, left, right = [], list(left), list(right)
     for exact in (True, False):
         for one in list(left):
             for other in right:
@@ -66,13 +106,30 @@ def find_pairs(ours: Path, theirs: Path) -> list[Pair]:
                     left.remove(one)
                     right.remove(other)
                     break
-    for one in left:
-        for other in right:
-            if (one.manifest.stage, one.manifest.step) == (other.manifest.stage, other.manifest.step):
+    return pairs, left, right
+
+
+def _cuts(results: list[Result]) -> dict[str, set[int | None]]:
+    """Training -> the steps of which one side has anything."""
+    cuts: dict[str, set[int | None]] = {}
+    for result in results:
+        if training := result.training:
+            cuts.setdefault(training, set()).add(result.cut)
+    return cuts
+
+
+def _cut_elsewhere(result: Result, cuts: dict[str, set[int | None]]) -> bool:
+    """Whether the other side, which is cut at ``cuts``, has the result's training and none of it at the result's step."""
+    steps = cuts.get(result.training or "", set())
+    return bool(steps) and result.cut not in steps
+
+
+def _refuse_other_learning(alone: list[Pair]) -> None:
+    """Two results of the same stage and step of which neither has a counterpart were to be compared with each other."""
+    for one in (pair.ours for pair in alone if pair.ours):
+        for other in (pair.theirs for pair in alone if pair.theirs):
+            if (one.manifest.stage, one.cut) == (other.manifest.stage, other.cut):
                 raise NotComparable("\n".join(why_different(one, other)))
-    if not pairs:
-        raise NotComparable(f"{ours} and {theirs}: no stage and step that both have")
-    return pairs + [Pair(one, None) for one in left] + [Pair(None, other) for other in right]
 
 
 def _results(path: Path) -> list[Result]:

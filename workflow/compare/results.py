@@ -1,44 +1,29 @@
-"""What two results have in common: their weights, optimizer states, curves and samples. Loads no framework."""
+"""What two results have in common: their weights, optimizer states, curves, answers and other files. Loads no framework."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy
-
 from engines.checkpoint.store import RELEASED_FILE
 from engines.checkpoint.verify import read_state
+from engines.model_folder import INDEX
+from workflow.compare.findings import DIFFERENT, EQUAL, NOT_COMPARED, Finding, measured, worst
 from workflow.compare.pairs import Pair, Result
-from workflow.compare.tensors import Apart, apart, folder_tensors, role_tensors
+from workflow.compare.tensors import Apart, Tensor, apart, folder_tensors, role_tensors
+from workflow.compare.values import compare_curves, compare_records
 from workflow.manifest import check_files, is_released
-from workflow.rl.metrics import METRICS_FILE, SFT_CURVE_FILE, read_metrics, without_timing
+from workflow.rl.metrics import SFT_CURVE_FILE
 
-EQUAL, CLOSE, DIFFERENT, UNKNOWN = "equal", "close", "different", "unknown"
-
-SMALL = 1e-4
-"""Metrics of a curve that never reach it are compared as parts of it: what measures rounding differs by all of itself."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One part of two results."""
-
-    part: str
-    """weights, optimizer, curve, samples, files; or result, where one side has none."""
-    verdict: str
-    """equal (bit for bit), close (within the tolerance), different; unknown when one side's bytes were released."""
-    difference: float | None = None
-    """Largest relative one, where it is a number."""
-    note: str = ""
-
-    def __str__(self) -> str:
-        number = "" if not self.difference else f" {self.difference:.1e}"
-        return f"{self.verdict}{number}{f' ({self.note})' if self.note else ''}"
+SAMPLES_FILE, RESULT_FILE = "samples.jsonl", "result.json"
+"""What the stage evaluate publishes; the stage itself loads a framework."""
+READ = (".safetensors", INDEX, SFT_CURVE_FILE, SAMPLES_FILE, RESULT_FILE)
+"""Ends of the names of files that are compared by what they say. In which file a tensor lies is no part of the result."""
+PROVENANCE = ("README.md", "conversion.json")
+"""Files that say how and by what a result was made: a model card, the record of a conversion."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +34,9 @@ class Comparison:
     findings: list[Finding] = field(default_factory=list)
 
     @property
-    def passed(self) -> bool:
-        """Whether nothing differs."""
-        return all(finding.verdict != DIFFERENT for finding in self.findings)
+    def verdict(self) -> str:
+        """Of all parts: equal, close, not compared (not as a whole), different."""
+        return worst(self.findings)
 
     def record(self) -> dict[str, Any]:
         """JSON."""
@@ -59,19 +44,13 @@ class Comparison:
             side: None if result is None else _side(result)
             for side, result in (("a", self.pair.ours), ("b", self.pair.theirs))
         }
-        # JSON has no infinity: where names or shapes differ there is no number.
-        findings = [
-            asdict(f) | {"difference": f.difference if f.difference not in (None, math.inf) else None}
-            for f in self.findings
-        ]
-        return sides | {"passed": self.passed, "findings": findings}
+        return sides | {"verdict": self.verdict, "findings": [found.record() for found in self.findings]}
 
 
 def compare(pair: Pair, tolerance: float | None = None) -> Comparison:
     """Compare two results: bit for bit, or numbers to within a relative ``tolerance``. Samples are equal or not."""
     if pair.ours is None or pair.theirs is None:
-        only = "A" if pair.theirs is None else "B"
-        return Comparison(pair, [Finding("result", DIFFERENT, note=f"only in {only}")])
+        return Comparison(pair, [_alone(pair)])
     damaged = [
         problem
         for result in (pair.ours, pair.theirs)
@@ -82,9 +61,37 @@ def compare(pair: Pair, tolerance: float | None = None) -> Comparison:
     if pair.ours.manifest.stage == "train":
         findings = [*_states(pair.ours, pair.theirs, tolerance)]
     else:
-        findings = [*_models(pair.ours, pair.theirs, tolerance)]
-    findings += _curves(pair.ours, pair.theirs, tolerance)
+        findings = [*_published(pair.ours, pair.theirs, tolerance)]
+    findings += compare_curves(pair.ours, pair.theirs, tolerance)
     return Comparison(pair, findings)
+
+
+def uncompared(found: Sequence[Comparison]) -> list[Comparison]:
+    """Pairs that were not compared as a whole, and that no other pair of the same two trainings (a later state) speaks for."""
+    pairs = [one for one in found if one.pair.identities]
+    whole = {one.pair.identities for one in pairs if one.verdict not in (NOT_COMPARED, DIFFERENT)}
+    return [one for one in pairs if one.verdict == NOT_COMPARED and one.pair.identities not in whole]
+
+
+def passed(found: Sequence[Comparison]) -> bool:
+    """Whether nothing differs, and of everything that both sides have something was compared as a whole."""
+    return all(one.verdict != DIFFERENT for one in found) and not uncompared(found)
+
+
+def summary(found: Sequence[Comparison]) -> str:
+    """All of it in a sentence."""
+    judged = [one for one in found if one.verdict != NOT_COMPARED]
+    different = sum(one.verdict == DIFFERENT for one in judged)
+    parts = [f"{len(judged)} results compared"]
+    if judged:
+        parts[0] += f": {different} differ" if different else ": none differs"
+    if partly := sum(one.verdict == NOT_COMPARED and one.pair.identities is not None for one in found):
+        parts.append(f"{partly} not compared as a whole")
+    never = {one.pair.identities: one.pair.ours.manifest for one in uncompared(found)}
+    parts += [f"no weights of {one.stage} {one.slug} were compared" for one in never.values()]
+    if elsewhere := sum(one.pair.cut_elsewhere for one in found):
+        parts.append(f"{elsewhere} on one side only, where the other was not cut")
+    return "; ".join(parts)
 
 
 def _side(result: Result) -> dict[str, Any]:
@@ -102,25 +109,56 @@ def _side(result: Result) -> dict[str, Any]:
     }
 
 
+def _alone(pair: Pair) -> Finding:
+    has, lacks = ("A", "B") if pair.theirs is None else ("B", "A")
+    if not pair.cut_elsewhere:
+        return Finding("result", DIFFERENT, note=f"only in {has}")
+    step = (pair.ours or pair.theirs).cut
+    return Finding("result", NOT_COMPARED, note=f"only in {has}: {lacks} was not cut at step {step}")
+
+
 def _states(ours: Result, theirs: Result, tolerance: float | None) -> Iterator[Finding]:
-    """Training states: weights and optimizer of every role, and the digest of all samples so far."""
+    """Training states: weights and optimizer of every role, the counters, and the digest of all samples so far."""
     folders = [result.path.parent for result in (ours, theirs)]
     states = [_description(folder) for folder in folders]
     if any(is_released(folder) for folder in folders):
-        same = ours.manifest.files == theirs.manifest.files
-        note = "by the digests of released bytes" if same else "released bytes, and other digests"
-        verdict = EQUAL if same else UNKNOWN if tolerance is not None else DIFFERENT
-        yield from (Finding(part, verdict, note=note) for part in ("weights", "optimizer"))
+        yield from _released(*states, tolerance)
     else:
         for part, prefix in (("weights", "model."), ("optimizer", "optimizer.")):
             sides = [_of_roles(folder, state, prefix) for folder, state in zip(folders, states, strict=True)]
             yield _judged(part, apart(*sides), tolerance)
-    seen = [state["trainer"]["samples_digest"] for state in states]
+    seen = [state["trainer"].pop("samples_digest") for state in states]
     count = states[0]["trainer"]["samples_seen"]
     yield Finding("samples", EQUAL if seen[0] == seen[1] else DIFFERENT, note=f"{count} sampled")
+    yield compare_records("counters", *map(_counters, states), tolerance)
 
 
-def _of_roles(folder: Path, state: dict[str, Any], prefix: str) -> dict[str, numpy.ndarray]:
+def _released(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float | None) -> Iterator[Finding]:
+    """Weights and optimizer of which only digests are left: equal ones say that bits are equal.
+
+    Others say that bits differ where both sides put the same blocks of tensors into the same files; they never say by how much.
+    """
+    same_blocks = _blocks(ours) == _blocks(theirs)
+    if same_blocks and ours["files"] == theirs["files"]:
+        verdict, note = EQUAL, "by the digests of released bytes"
+    elif same_blocks and tolerance is None:
+        verdict, note = DIFFERENT, "released bytes, and other digests"
+    else:
+        verdict = NOT_COMPARED
+        note = "released bytes, and other digests" if same_blocks else "released bytes, of another layout"
+    yield from (Finding(part, verdict, note=note) for part in ("weights", "optimizer"))
+
+
+def _blocks(state: dict[str, Any]) -> dict[str, Any]:
+    return {role: entry["tensors"] for role, entry in state["roles"].items()}
+
+
+def _counters(state: dict[str, Any]) -> dict[str, Any]:
+    """What a state holds besides tensors."""
+    return state["trainer"] | {role: entry["scalars"] for role, entry in state["roles"].items()}
+
+
+def _of_roles(folder: Path, state: dict[str, Any], prefix: str) -> dict[str, Tensor]:
     """Of all roles, the tensors whose names begin with ``prefix``."""
     return {
         f"{role}.{name}": tensor
@@ -135,59 +173,58 @@ def _description(folder: Path) -> dict[str, Any]:
     return read_state(folder)
 
 
-def _models(ours: Result, theirs: Result, tolerance: float | None) -> Iterator[Finding]:
-    """Stages that publish a model (its weights) or an evaluation (its answers)."""
-    files = [{name: result.path.parent / name for name in result.manifest.files} for result in (ours, theirs)]
-    weights = [[path for path in side.values() if path.suffix == ".safetensors"] for side in files]
+def _published(ours: Result, theirs: Result, tolerance: float | None) -> Iterator[Finding]:
+    """Stages that publish a model (its weights) or an evaluation (its answers); what else they publish has a digest."""
+    sides = (ours, theirs)
+    weights = [[path for path in _paths(side) if path.suffix == ".safetensors"] for side in sides]
     if any(weights):
         yield _judged("weights", apart(*map(folder_tensors, weights)), tolerance)
-    if all("samples.jsonl" in side for side in files):
-        answers = [side["samples.jsonl"].read_text(encoding="utf-8").splitlines() for side in files]
-        other = sum(a != b for a, b in zip(*answers, strict=False)) + abs(len(answers[0]) - len(answers[1]))
-        note = f"{other} of {len(answers[0])} differ" if other else f"{len(answers[0])} answers"
-        yield Finding("samples", DIFFERENT if other else EQUAL, note=note)
+    if ours.manifest.stage == "evaluate":
+        yield from _evaluations(*(side.path.parent for side in sides), tolerance)
+        return
+    names = [name for name in sorted(ours.manifest.files.keys() | theirs.manifest.files) if _is_opaque(name)]
+    if not any(weights) or (names and tolerance is None):
+        yield _files(names, ours, theirs, tolerance)
+
+
+def _paths(result: Result) -> list[Path]:
+    return [result.path.parent / name for name in result.manifest.files]
+
+
+def _evaluations(ours: Path, theirs: Path, tolerance: float | None) -> Iterator[Finding]:
+    """The answers that are shown, the outcome of every problem, and the metrics of all."""
+    answers = [(side / SAMPLES_FILE).read_text(encoding="utf-8").splitlines() for side in (ours, theirs)]
+    other = sum(a != b for a, b in zip(*answers, strict=False)) + abs(len(answers[0]) - len(answers[1]))
+    note = f"{other} of {len(answers[0])} differ" if other else f"{len(answers[0])} answers"
+    yield Finding("samples", DIFFERENT if other else EQUAL, note=note)
+    results = [json.loads((side / RESULT_FILE).read_text(encoding="utf-8")) for side in (ours, theirs)]
+    outcomes = [result.pop("outcomes") for result in results]
+    problems = outcomes[0].keys() | outcomes[1].keys()
+    other = sum(outcomes[0].get(problem) is not outcomes[1].get(problem) for problem in problems)
+    note = f"{other} of {len(problems)} differ" if other else f"{len(problems)} problems"
+    yield Finding("outcomes", DIFFERENT if other else EQUAL, note=note)
+    yield compare_records("metrics", *results, tolerance)
+
+
+def _files(names: list[str], ours: Result, theirs: Result, tolerance: float | None) -> Finding:
+    """Digests of files that nothing else reads. They do not say by how much numbers differ."""
+    if not names:
+        return Finding("files", NOT_COMPARED, note="nothing that could be compared")
+    other = [name for name in names if ours.manifest.files.get(name) != theirs.manifest.files.get(name)]
+    if not other:
+        return Finding("files", EQUAL, note=f"{len(names)} files, by their digests")
+    verdict = DIFFERENT if tolerance is None else NOT_COMPARED
+    return Finding(
+        "files", verdict, note=f"other digests of {len(other)} of {len(names)} files, first {other[0]}"
+    )
+
+
+def _is_opaque(name: str) -> bool:
+    return Path(name).name not in PROVENANCE and not name.endswith(READ)
 
 
 def _judged(part: str, found: Apart, tolerance: float | None) -> Finding:
     if found.unequal == 0:
         return Finding(part, EQUAL, 0.0, f"{found.tensors} tensors")
-    close = tolerance is not None and found.largest <= tolerance
     note = f"{found.unequal} of {found.tensors} tensors, most {found.where}"
-    return Finding(part, CLOSE if close else DIFFERENT, found.largest, note)
-
-
-def _curves(ours: Result, theirs: Result, tolerance: float | None) -> Iterator[Finding]:
-    curves = [_curve(result) for result in (ours, theirs)]
-    if None in curves or curves == [{}, {}]:
-        return
-    steps = [list(curve) for curve in curves]
-    if steps[0] != steps[1]:
-        odd = sorted(set(steps[0]) ^ set(steps[1])) or "another order"
-        yield Finding("curve", DIFFERENT, math.inf, f"steps that only one side has: {odd}")
-        return
-    if curves[0] == curves[1]:
-        yield Finding("curve", EQUAL, 0.0, f"{len(curves[0])} steps")
-        return
-    largest, where = 0.0, ""
-    for name in sorted({name for curve in curves for line in curve.values() for name in line}):
-        values = [[line.get(name, math.nan) for line in curve.values()] for curve in curves]
-        scale = max((abs(value) for value in values[1] if math.isfinite(value)), default=0.0)
-        scale = max(scale, SMALL)
-        for step, a, b in zip(steps[0], *values, strict=True):
-            difference = 0.0 if a == b or (a != a and b != b) else abs(a - b) / scale
-            difference = math.inf if math.isnan(difference) else difference
-            if difference > largest:
-                largest, where = difference, f"{name} of step {step}"
-    close = tolerance is not None and largest <= tolerance
-    yield Finding("curve", CLOSE if close else DIFFERENT, largest, f"most {where}")
-
-
-def _curve(result: Result) -> dict[int, dict[str, Any]] | None:
-    """The metrics of every step up to the result; None for stages that have no curve."""
-    name = {"train": METRICS_FILE, "sft": SFT_CURVE_FILE}.get(result.manifest.stage)
-    if name is None:
-        return None
-    folder = result.path.parent.parent if result.manifest.stage == "train" else result.path.parent
-    last = math.inf if result.manifest.step is None else result.manifest.step
-    lines = read_metrics(folder / name)
-    return {line["step"]: without_timing(line) for line in lines if line["step"] <= last}
+    return measured(part, found.largest, tolerance, note)
