@@ -28,7 +28,7 @@ WORDS = [
         "algorithm.epochs=2",
         "algorithm.shuffle=true",
     ),
-    *("algorithm.kl.place=reward", "algorithm.kl.adaptive=true", "algorithm.kl.horizon=100"),
+    *("algorithm.kl.place=reward", "algorithm.kl.adaptive=true", "algorithm.kl.horizon=300"),
     *("algorithm.critic_warmup_steps=1", "algorithm.lr=1e-3", "rollout.max_new_tokens=8", "sft.steps=1"),
     *("sft.batch_size=8", "sft.demonstrations=16", "evaluate.problems=8", "data.heldout_size=8"),
 ]
