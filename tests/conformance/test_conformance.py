@@ -167,6 +167,17 @@ def test_activation_checkpointing(subject: Subject) -> None:
     check_training(subject, activation_checkpointing=True)
 
 
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_ranks_that_share_sequences_have_as_many_heads_as_they_need(
+    backend: str, checkpointing: bool
+) -> None:
+    """3 heads of keys and values for 2 ranks: each is there twice; with checkpointing they are exchanged once more."""
+    subject = Subject("language_model", backend, layout="CP 2")
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    check_training(subject, architecture=heads, activation_checkpointing=checkpointing)
+
+
 @on_two_ranks
 def test_bfloat16(subject: Subject) -> None:
     check_bfloat16(subject)

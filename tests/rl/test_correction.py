@@ -51,6 +51,20 @@ def test_rejection_takes_whole_responses_in_any_order(sequences, reject, random)
         assert reward == [r * kept for r in s.fields["rewards"]]
 
 
+@settings(deadline=None, max_examples=25)
+@given(batches(FIELDS), st.sampled_from(["token", "sequence"]), st.sampled_from(["mean", "product"]))
+def test_weights_and_rejection_go_together(sequences, weights, reject):
+    """Weights are those of what was sampled, whatever is rejected; what is rejected does not depend on the weights."""
+    bounds = {"low": 0.6, "high": 1.7, "reject_low": 0.5, "reject_high": 1.5}
+    both = correct(pack(sequences), CorrectionConfig(weights=weights, reject=reject, **bounds))
+    weighted = correct(pack(sequences), CorrectionConfig(weights=weights, **bounds))
+    rejected = correct(pack(sequences), CorrectionConfig(reject=reject, **bounds))
+    assert torch.equal(both.tokens["correction"], weighted.tokens["correction"])
+    for name in ("loss_mask", "rewards"):
+        assert torch.equal(both.tokens[name], rejected.tokens[name])
+    assert both.tokens.keys() == {*rejected.tokens, "correction"}
+
+
 def test_without_a_correction_nothing_is_added():
     batch = pack(example())
     assert correct(batch, CorrectionConfig()) is batch

@@ -97,7 +97,9 @@ def test_every_loss_learns_the_same(expected: tuple, way: str) -> None:
     ranks = subject.run(learn, subject.model(), batches, losses, how, timeout=200)
     for number, name in enumerate(names):
         metrics, right = whole[number]
-        for key, value in merged([found[number][0] for found in ranks]).items():
+        together = merged([found[number][0] for found in ranks])
+        assert together.keys() == metrics.keys(), name
+        for key, value in together.items():
             total, count = metrics[key]
             assert value == pytest.approx(total / count, rel=1e-5, abs=1e-6), (name, key)
         assert max(gradient.abs().max() for gradient in right.values()) > 1e-3, name

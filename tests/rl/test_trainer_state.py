@@ -4,37 +4,83 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engines.checkpoint import StateError, StateStore, read_state
+from engines.training.batch import PackedBatch
 from tests.rl.training import STEPS, tensors, train_slice, trainer_of
+from workflow.campaign.slice import Slice
 from workflow.rl.trainer import PPOTrainer
+
+REWARD = ("reward.kind=function", "reward.function=tests.support.rewards:share_of_digits")
+"""One in which the samples of a prompt often differ, and sometimes do not."""
 
 
 @pytest.mark.parametrize("prompts", [4, 8, 12])
 def test_a_run_resumes_anywhere_in_a_shuffled_epoch_and_at_its_end(model, tmp_path, prompts):
     """16 problems: epochs end every fourth step, every second step, and in the middle of steps."""
     config, _ = train_slice(tmp_path, f"algorithm.prompts_per_step={prompts}")
-    whole, resumed = StateStore(tmp_path / "whole"), StateStore(tmp_path / "resumed")
-    with trainer_of(config, model) as trainer:
-        for _ in range(STEPS):
-            trainer.step()
-            trainer.save(whole)
-        expected = trainer.state()
+    whole, _ = run_whole(config, model, tmp_path)
     ends = [read_state(path)["trainer"]["cursor"] for path in sorted(whole.folder.iterdir())]
     assert {cursor["position"] for cursor in ends} == {4: {4, 8, 12, 16}, 8: {8, 16}, 12: {12, 8, 4, 16}}[
         prompts
     ]
+    resumes_after_every_step(config, model, whole)
+
+
+def test_a_run_with_dynamic_sampling_resumes_anywhere(model, tmp_path):
+    words = ("algorithm.filter.by=reward", "algorithm.filter.max_rounds=2", *REWARD)
+    config, _ = train_slice(tmp_path, "algorithm.prompts_per_step=4", *words)
+    whole, history = run_whole(config, model, tmp_path)
+    assert any(metrics["filter_rounds"] > 1 for metrics in history)
+    assert any(0 < metrics["filter_useful"] < 1 for metrics in history)
+    resumes_after_every_step(config, model, whole)
+
+
+def test_a_run_with_a_correction_resumes_anywhere(model, tmp_path, monkeypatch):
+    """As if the rollout had computed otherwise: some tokens are weighted, some responses rejected."""
+    bounds = ("algorithm.correction.reject_low=0.9", "algorithm.correction.reject_high=1.1")
+    words = ("algorithm.correction.weights=token", "algorithm.correction.reject=mean", *bounds)
+    config, _ = train_slice(tmp_path, "algorithm.prompts_per_step=4", *words)
+    infer = PPOTrainer._infer
+
+    def shifted(trainer: PPOTrainer, role: str, batch: PackedBatch) -> dict[str, Any]:
+        found = infer(trainer, role, batch)
+        if role == "actor":
+            found["log_probs"] += 0.3 * torch.sin(batch.tokens["input_ids"].float())
+        return found
+
+    monkeypatch.setattr(PPOTrainer, "_infer", shifted)
+    whole, history = run_whole(config, model, tmp_path)
+    assert any(0 < metrics["rejected"] < 1 for metrics in history)
+    resumes_after_every_step(config, model, whole)
+
+
+def run_whole(config: Slice, model: Path, folder: Path) -> tuple[StateStore, list[dict[str, Any]]]:
+    """A run that nothing interrupts: its states after every step, and what each step says."""
+    store, history = StateStore(folder / "whole"), []
+    with trainer_of(config, model) as trainer:
+        for _ in range(STEPS):
+            history.append(trainer.step())
+            trainer.save(store)
+    return store, history
+
+
+def resumes_after_every_step(config: Slice, model: Path, whole: StateStore) -> None:
+    """Whichever state of the run one goes on from, its last state comes out, bit for bit."""
+    expected = whole.newest()
     for step in range(1, STEPS):
         with trainer_of(config, model) as trainer:
             trainer.load(whole.newest(at_most=step))
             while trainer.steps_done < STEPS:
                 trainer.step()
-            last = trainer.save(StateStore(resumed.folder / str(step)))
-        assert read_state(last)["trainer"] == expected, f"resumed after step {step}"
-        assert tensors(last) == tensors(whole.newest()), f"resumed after step {step}"
+            last = trainer.save(StateStore(whole.folder.parent / "resumed" / str(step)))
+        assert read_state(last)["trainer"] == read_state(expected)["trainer"], f"resumed after step {step}"
+        assert tensors(last) == tensors(expected), f"resumed after step {step}"
 
 
 def leaves(values: dict[str, Any], prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
