@@ -19,7 +19,8 @@ import pytest
 import yaml
 
 from tests.support.jobs import ROOT
-from workflow.drill.campaign import Campaign, DrillError
+from tests.support.processes import fork
+from workflow.drill.campaign import Campaign, DrillError, until
 from workflow.drill.checks import problems
 from workflow.drill.faults import CorruptState, Signal, damage, driver_processes
 from workflow.drill.keeper import mounts_in
@@ -129,6 +130,21 @@ def test_what_ends_a_drill_before_its_time_stands_in_its_report(tmp_path):
     assert page.startswith("# Drill: ended before its time")
     assert "**ended by**: ProcessLookupError(3, 'No such process')" in page
     assert not json.loads((tmp_path / "drill/drill.json").read_text())["passed"]
+    assert not mounts_in(tmp_path)
+
+
+def sleeping_drill(folder: Path) -> None:
+    reported(Drill([], 1, 0, folder, make=partial(Short, otherwise=("sleep", "600"))))
+
+
+def test_a_drill_that_a_batch_system_ends_writes_its_report(tmp_path):
+    drill = fork(sleeping_drill, tmp_path / "drill")
+    assert until(lambda: any(p.program == "sleep" for p in working_in(tmp_path)), 60)
+    os.kill(drill.pid, signal.SIGTERM)
+    drill.join(60)
+    assert drill.exitcode == 128 + signal.SIGTERM
+    assert "**ended by**: SystemExit(143)" in (tmp_path / "drill/drill.md").read_text()
+    assert not working_in(tmp_path)
     assert not mounts_in(tmp_path)
 
 

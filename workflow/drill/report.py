@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import statistics
 from collections import Counter
 from collections.abc import Iterator
@@ -19,13 +20,19 @@ DISKS = {
 
 
 def reported(drill: Drill) -> Path:
-    """Run a drill and write what it found, also when an error or an interrupt ends it; returns the page's path."""
+    """Run a drill and write what it found, also when an error, an interrupt or SIGTERM ends it; returns the page's path."""
+    before = signal.signal(signal.SIGTERM, _leave)  # a batch system's, which would leave no time
     try:
         drill.run()
     finally:
+        signal.signal(signal.SIGTERM, before)
         if drill.record is not None:
             page = write_report(drill.record, drill.output)
     return page
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def write_report(record: Record, folder: Path) -> Path:
