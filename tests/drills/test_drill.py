@@ -22,12 +22,12 @@ from tests.support.jobs import ROOT
 from tests.support.processes import fork
 from workflow.drill.campaign import Campaign, DrillError, until
 from workflow.drill.checks import problems
-from workflow.drill.faults import CorruptState, Signal, damage, driver_processes
+from workflow.drill.faults import CorruptState, Fault, Hit, Signal, damage, driver_processes
 from workflow.drill.keeper import mounts_in
 from workflow.drill.processes import Driver, Process, process_of, working_in
 from workflow.drill.report import reported
-from workflow.drill.run import Drill, Record
-from workflow.drill.watch import SAVE
+from workflow.drill.run import Drill, Record, Strike
+from workflow.drill.watch import SAVE, Moment
 from workflow.rl.metrics import METRICS_FILE, read_metrics
 
 SMALL = {
@@ -225,6 +225,30 @@ def test_a_step_that_was_cut_while_its_filter_asked_for_more_is_done_again_in_fu
     assert rounds[1] > 1
     assert rounds[4] > 1
     assert problems(killed, reference) == []
+
+
+def test_a_phase_is_looked_at_before_it_is_hit_and_what_came_meanwhile_is_no_news(tmp_path):
+    done = []
+
+    class Watching:
+        def going_on(self, phase: str, folder: Path) -> bool:
+            done.append("looked")
+            return "struck" not in done  # whose phase it was is dead then
+
+        def drain(self) -> None:
+            done.append("drained")
+
+    class Once(Fault):
+        def strike(self, *place: object) -> Hit:
+            done.append("struck")
+            return Hit("it", lambda: (done.append("waited") is None, "hit"))
+
+    drill = Drill([], 1, 0, tmp_path, tell=done.append)
+    drill.record, drill.draw = Record([], 1, 0, 0), random.Random(0)
+    strike = Strike(1, "", 0.0, SAVE)
+    drill._strike(Campaign(tmp_path, []), Watching(), [Once("once")], strike, Moment(SAVE, tmp_path, 0.0))
+    assert done[:4] == ["looked", "struck", "waited", "drained"]
+    assert [hit.during for hit in drill.record.hits] == [SAVE]
 
 
 @pytest.mark.drill

@@ -26,7 +26,7 @@ from workflow.drill.campaign import (
     own_disk,
     until,
 )
-from workflow.drill.evidence import complaints, damage_noticed, ends
+from workflow.drill.evidence import complaints, damage_noticed, newest_start
 from workflow.drill.processes import descendants, drivers, parent, process_of, wait_gone, working_in
 from workflow.drill.watch import LOAD, PUBLICATION, SAVE, Watcher
 
@@ -47,9 +47,8 @@ def say(folder: Path, line: str) -> None:
 
 
 def test_a_training_is_seen_to_load_save_and_publish(tmp_path):
-    with Watcher(tmp_path) as watcher:
-        stage = tmp_path / STAGE
-        stage.mkdir(parents=True)
+    stage = tmp_path / STAGE
+    with Watcher(tmp_path) as watcher, FolderLock(stage):
         state = stage / "step000001"
         state.mkdir()
         (state / "state.json").write_text("{}")
@@ -88,6 +87,37 @@ def test_any_stage_is_seen_to_publish(tmp_path):
         assert seen(watcher) == [(PUBLICATION, False)]
 
 
+@pytest.mark.parametrize("phase", [SAVE, PUBLICATION])
+def test_what_a_dead_start_left_is_no_phase(tmp_path, driver, phase):
+    """One that failed in a save or a publication leaves its temporary folder, or a log that does not end."""
+    stage = tmp_path / STAGE
+    say(stage, "start 1 of train a-run")
+    with Watcher(tmp_path) as watcher:
+        if phase == SAVE:
+            (stage / ".step000002.0a1b2c3d").mkdir()
+        else:
+            (stage / "..published.json.xyz").write_text("{}")
+        assert (phase, False) in seen(watcher)
+        assert watcher.going_on(phase, stage)
+        os.kill(driver.pid, signal.SIGKILL)
+        assert until(lambda: not drivers(tmp_path), 10)
+        assert not watcher.going_on(phase, stage)
+        with FolderLock(stage):  # the next start has begun, and is not there yet
+            assert not watcher.going_on(phase, stage)
+
+
+def test_what_happened_while_nobody_looked_is_passed_over(tmp_path):
+    stage = tmp_path / STAGE
+    with Watcher(tmp_path) as watcher:
+        stage.mkdir(parents=True)
+        watcher.drain()
+        (stage / ".step000002.0a1b2c3d").mkdir()
+        watcher.drain()
+        assert seen(watcher) == []
+        (stage / ".step000002.0a1b2c3d").rmdir()  # folders that appeared meanwhile are watched all the same
+        assert seen(watcher) == [(SAVE, True)]
+
+
 def hold(folder: Path) -> None:
     """A driver: it holds the lock of a stage's folder, has a child, and works in the campaign's folder."""
     os.chdir(folder)
@@ -106,9 +136,11 @@ def hold(folder: Path) -> None:
 def driver(tmp_path):
     process = fork(hold, tmp_path)
     assert until(lambda: drivers(tmp_path) and descendants(process.pid), 10)
+    all_of_it = [process_of(pid) for pid in [process.pid, *descendants(process.pid)]]
     yield process
-    for pid in [process.pid, *descendants(process.pid)]:
-        os.kill(pid, signal.SIGKILL)
+    for one in all_of_it:
+        if one.alive:
+            os.kill(one.pid, signal.SIGKILL)
     process.join()
 
 
@@ -203,5 +235,5 @@ def test_evidence_is_read_from_what_was_said(tmp_path):
     assert complaints(campaign) == ["OSError: [Errno 28] No space left on device"]
     assert damage_noticed(campaign, state) == 1
     assert damage_noticed(campaign, stage / "step000003") == 0
-    assert ends(stage) == ["stopped"]
-    assert ends(stage.with_name("absent")) == []
+    assert newest_start(stage).end() == "stopped"
+    assert newest_start(stage.with_name("absent")) is None

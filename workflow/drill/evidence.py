@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from workflow.drill.campaign import Campaign
+from workflow.manifest import MANIFEST, TWIN, ManifestError, read_manifest
 from workflow.stages.attempts import ATTEMPTS
 
 _NO_SPACE = re.compile(r"No space left|File too large|DiskFull|bytes and [\d,]+ are free|Errno 2[78]\b")
@@ -27,9 +30,44 @@ def starts(folder: Path) -> list[dict]:
     return found
 
 
-def ends(folder: Path) -> list[str]:
-    """How the starts of a stage ended, in the order in which that was noted."""
-    return [line["end"] for line in starts(folder) if "end" in line]
+@dataclass(frozen=True)
+class Start:
+    """One start of a stage."""
+
+    folder: Path
+    """The stage's."""
+    segment: int | None
+    number: int
+
+    def end(self) -> str | None:
+        """How it ended in its own words; None while it goes on, and when it was killed before it could say so.
+
+        It has published as soon as its manifest is there, which is a little before it notes that.
+        """
+        if self._has_published():
+            return "published"
+        words = [line.get("end") for line in starts(self.folder) if self._is_meant(line)]
+        own = [
+            word for word in words if word not in (None, "killed", "withdrawn")
+        ]  # the start after it says these
+        return own[-1] if own else None
+
+    def _is_meant(self, line: dict) -> bool:
+        return (line["segment"], line["number"]) == (self.segment, self.number)
+
+    def _has_published(self) -> bool:
+        output = self.folder if self.segment is None else self.folder / f"step{self.segment:06d}"
+        for name in (TWIN, MANIFEST):
+            with suppress(ManifestError):
+                if any(one.number == self.number for one in read_manifest(output / name).attempts[-1:]):
+                    return True
+        return False
+
+
+def newest_start(folder: Path) -> Start | None:
+    """The start of a stage that began last."""
+    begun = [line for line in starts(folder) if "begun" in line]
+    return Start(folder, begun[-1]["segment"], begun[-1]["number"]) if begun else None
 
 
 def complaints(campaign: Campaign) -> list[str]:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 from engines.checkpoint import StateError, StateStore, read_state
 from engines.checkpoint.verify import STATE_FILE
 from workflow.drill.campaign import Campaign, full_disk, until
-from workflow.drill.evidence import complaints, damage_noticed, ends, times_asked_to_end
+from workflow.drill.evidence import Start, complaints, damage_noticed, newest_start, times_asked_to_end
 from workflow.drill.processes import Driver, Process, descendants, drivers, parent, process_of
 
 HOLD = 10.0
@@ -47,8 +48,8 @@ class Victim:
 
     process: Process
     what: str
-    folder: Path | None = None
-    """Of its stage, if it works on one."""
+    drivers: tuple[Driver, ...] = ()
+    """Whose starts it is part of. None: it is the head, or nothing has started there yet."""
 
 
 @dataclass(frozen=True)
@@ -64,27 +65,39 @@ class Signal(Fault):
         if not found:
             return None
         victim = draw.choice(found)
-        before = len(ends(victim.folder)) if victim.folder else times_asked_to_end(campaign)
+        begun = [(driver, newest_start(driver.folder)) for driver in victim.drivers]
+        # What has said how it ended is only leaving.
+        at_work = [(driver, start) for driver, start in begun if start is not None and start.end() is None]
+        is_head, asked = victim.process == campaign.head_process, times_asked_to_end(campaign)
         if not victim.process.alive:  # a signal to what is dead already would reach its zombie
             return None
         try:
             os.kill(victim.process.pid, self.number)
         except ProcessLookupError:
             return None
-        return Hit(f"{victim.what}, {victim.process}", lambda: self._effect(campaign, victim, before))
 
-    def _effect(self, campaign: Campaign, victim: Victim, before: int) -> tuple[bool, str]:
-        """A kill ends its victim. What had published before, or before it looked whether it should stop, was not hit."""
-        if not campaign.until(lambda: not victim.process.alive):
-            return False, "lives on"
-        new = ends(victim.folder)[before:] if victim.folder else []
-        if self.number == signal.SIGKILL:
-            return "published" not in new, "had published" if "published" in new else "died"
-        if victim.folder is not None:
-            return "stopped" in new, f"its start ended: {', '.join(new) or 'unknown'}"
+        def effect() -> tuple[bool, str]:
+            if not campaign.until(lambda: not victim.process.alive):
+                return False, "lives on"
+            return self._on_the_head(campaign, asked) if is_head else self._on_starts(campaign, at_work)
+
+        return Hit(f"{victim.what}, {victim.process}", effect)
+
+    def _on_the_head(self, campaign: Campaign, asked: int) -> tuple[bool, str]:
+        """It ended by the signal, or said that it was asked to end."""
         code = campaign.wait()
-        heard = code == -self.number or times_asked_to_end(campaign) > before
+        heard = code == -self.number or times_asked_to_end(campaign) > asked
         return code != 0 and heard, f"ended with exit code {code}"
+
+    def _on_starts(self, campaign: Campaign, at_work: list[tuple[Driver, Start]]) -> tuple[bool, str]:
+        """A start that publishes all the same was not hit: what was killed of it was not needed any more. What is asked to stop has to."""
+        if not at_work:
+            return False, "no start was at work"
+        if not campaign.until(lambda: not any(d.process.alive and s.end() is None for d, s in at_work)):
+            return False, "its start goes on"
+        ends = [start.end() or "killed" for _, start in at_work]
+        wanted = {"killed", "error"} if self.number == signal.SIGKILL else {"stopped"}
+        return not wanted.isdisjoint(ends), f"its start ended: {', '.join(ends)}"
 
 
 @dataclass(frozen=True)
@@ -98,17 +111,25 @@ class FullDisk(Fault):
         """Fill the disk."""
         if not drivers(campaign.folder):
             return None
-        before = len(complaints(campaign))
+        before = Counter(complaints(campaign))
         full = contextlib.ExitStack()
         full.enter_context(full_disk(campaign, self.how))
         return Hit(f"the disk ({self.how})", lambda: self._effect(campaign, before, full))
 
-    def _effect(self, campaign: Campaign, before: int, full: contextlib.ExitStack) -> tuple[bool, str]:
+    def _effect(
+        self, campaign: Campaign, before: Counter[str], full: contextlib.ExitStack
+    ) -> tuple[bool, str]:
         """It is full until somebody complains."""
+
+        def new() -> list[str]:
+            return list(
+                (Counter(complaints(campaign)) - before).elements()
+            )  # of several files: not the last ones
+
         with full:
-            until(lambda: len(complaints(campaign)) > before or not campaign.running, HOLD)
-        new = complaints(campaign)[before:]
-        return bool(new), new[0][:200] if new else "nobody needed space"
+            until(lambda: new() or not campaign.running, HOLD)
+        found = new()
+        return bool(found), found[0][:200] if found else "nobody needed space"
 
 
 @dataclass(frozen=True)
@@ -197,13 +218,13 @@ def local_faults(how_full: str) -> list[Fault]:
 
 def driver_processes(campaign: Campaign, folder: Path | None) -> list[Victim]:
     """The processes that work on stages."""
-    return [Victim(d.process, f"driver of {d}", d.folder) for d in _meant(campaign, folder)]
+    return [Victim(d.process, f"driver of {d}", (d,)) for d in _meant(campaign, folder)]
 
 
 def ranks(campaign: Campaign, folder: Path | None) -> list[Victim]:
     """The ranks of worker groups on Ray."""
     return [
-        Victim(process, f"rank of {d}", d.folder)
+        Victim(process, f"rank of {d}", (d,))
         for d in _meant(campaign, folder)
         for process in d.below("ray::RankActor")
     ]
@@ -212,7 +233,7 @@ def ranks(campaign: Campaign, folder: Path | None) -> list[Victim]:
 def ray_heads(campaign: Campaign, folder: Path | None) -> list[Victim]:
     """Ray's own processes: its global store and the daemon of the node."""
     return [
-        Victim(process, f"{process.program} of {d}", d.folder)
+        Victim(process, f"{process.program} of {d}", (d,))
         for d in _meant(campaign, folder)
         for process in d.below("gcs_server", "raylet")
     ]
@@ -226,12 +247,25 @@ def heads(campaign: Campaign, folder: Path | None) -> list[Victim]:
 
 def launchers(campaign: Campaign, folder: Path | None) -> list[Victim]:
     """What stands between the head and the drivers: the drivers' parents, and the head's children that wait for them."""
-    head = campaign.head_process
-    working = {d.process.pid for d in drivers(campaign.folder)}
-    between = {parent(pid) for pid in working} | set(descendants(head.pid, generations=1) if head else [])
-    found = [process_of(pid) for pid in sorted(between - working - {head and head.pid, 1, None})]
+    head, working = campaign.head_process, drivers(campaign.folder)
+    pids = {d.process.pid for d in working}
+    between = {parent(pid) for pid in pids} | set(descendants(head.pid, generations=1) if head else [])
+    found = [process_of(pid) for pid in sorted(between - pids - {head and head.pid, 1, None})]
     launching = ("workflow.stages", "submitit")  # on this machine, in a SLURM job
-    return [Victim(p, "launcher") for p in found if p and any(word in p.command for word in launching)]
+    return [
+        Victim(p, "launcher", tuple(d for d in working if _launches(p, d)))
+        for p in found
+        if p and any(word in p.command for word in launching)
+    ]
+
+
+def _launches(process: Process, driver: Driver) -> bool:
+    """Whether the driver descends from it, or it waits for the driver, which another process has forked for it."""
+    named = (
+        f"workflow.stages {driver.stage} " in process.command
+        and f"--id {driver.folder.name}" in process.command
+    )
+    return named or driver.process.pid in descendants(process.pid)
 
 
 def _meant(campaign: Campaign, folder: Path | None) -> list[Driver]:

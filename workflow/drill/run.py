@@ -277,16 +277,18 @@ class Drill:
         most = 1 + hits.total() / max(len(hits), 1)
         rare = [fault for fault in faults if hits[fault.name] <= most]
         with halted(moment.folder if moment else None):
+            # Looked at before it is hit: then nobody may be left whose phase it is.
+            if moment is not None and watcher.going_on(moment.phase, moment.folder):
+                strike.during = moment.phase
             for fault in sorted(rare, key=lambda fault: (hits[fault.name], self.draw.random())):
                 hit = fault.strike(campaign, self.draw, moment.folder if moment else None)
                 if hit is not None:
                     break
             else:
                 return False
-            if moment is not None and watcher.going_on(moment.phase, moment.folder):
-                strike.during = moment.phase
         strike.kind, strike.victim = fault.name, hit.victim
         strike.counted, strike.effect = hit.effect()
+        watcher.drain()
         self.record.strikes.append(strike)
         self.tell(
             f"{len(self.record.hits):3d} {strike.kind}{f' during {strike.during}' if strike.during else ''}: "

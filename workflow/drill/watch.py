@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engines.checkpoint.verify import STATE_FILE
+from workflow.drill.processes import Driver, drivers
 
 SAVE, LOAD, PUBLICATION = PHASES = ("save", "load", "publication")
 _MODIFY, _OPEN, _MOVED_FROM, _MOVED_TO, _CREATE, _DELETE = 0x2, 0x20, 0x40, 0x80, 0x100, 0x200
@@ -57,7 +58,10 @@ class Watcher:
         self.store = folder / "results" / "store"
         self._c = ctypes.CDLL(None, use_errno=True)
         self._folders: dict[int, Path] = {}
+        self._campaign = folder
         self._open: dict[tuple[str, Path], float] = {}
+        self._writers: dict[tuple[str, Path], Driver | None] = {}
+        """Who had the stage's lock when a phase was seen to begin."""
         self.store.mkdir(parents=True, exist_ok=True)
         self._descriptor = self._checked(self._c.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
         self._add(self.store)
@@ -77,8 +81,18 @@ class Watcher:
                 found = [moment for event in self._read() for moment in self._understand(*event)]
         return found
 
+    def drain(self) -> None:
+        """Pass over all that happened meanwhile: what is seen late may be over, and who did it dead."""
+        while select.select([self._descriptor], [], [], 0)[0]:
+            for event in self._read():
+                self._understand(*event)
+
     def going_on(self, phase: str, folder: Path) -> bool:
-        """Whether the stage in ``folder`` is in this phase now, as far as its files tell."""
+        """Whether the stage in ``folder`` is in the phase that was seen to begin: by its files, which a start that failed leaves as they
+        are, and by whoever held its lock then, who must be alive."""
+        writer = self._writers.get((phase, folder))
+        if writer is None or not writer.process.alive:
+            return False
         if phase == SAVE:
             return any(_TEMPORARY_STATE.fullmatch(name) for name in _names(folder))
         word = "going on after" if phase == LOAD else PUBLISHED
@@ -117,11 +131,15 @@ class Watcher:
         if phase != SAVE and known is not None and now - known < 1:
             return []  # one load opens several files, and one publication makes several
         self._open[phase, folder] = now
+        self._writers[phase, folder] = self._driver_of(folder)
         return [Moment(phase, folder, now)]
 
     def _end(self, phase: str, folder: Path) -> list[Moment]:
         begun = self._open.pop((phase, folder), None)
         return [] if begun is None else [Moment(phase, folder, begun, time.monotonic())]
+
+    def _driver_of(self, stage: Path) -> Driver | None:
+        return next((driver for driver in drivers(self._campaign) if driver.folder == stage), None)
 
     def _is_watched(self, path: Path) -> bool:
         """The store's folders of stages, a stage's folder, and the folders of its states."""
