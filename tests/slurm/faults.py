@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.slurm.accounting import job_problems, job_starts, note_questions, queued_jobs, was_asked
 from tests.slurm.minicluster import MiniCluster
 from tests.slurm.relay import HERE, ROOT
+from workflow.campaign.plan import Plan
 from workflow.drill.campaign import Campaign, until
 from workflow.drill.faults import Fault, Hit, Signal, driver_processes, heads, launchers
 
 PATIENCE = 120.0
 OUTAGE = 4.0
-"""Seconds for which a daemon is gone."""
+"""Seconds for which a daemon is gone after somebody has asked it something."""
+UNASKED = 30.0
+"""Seconds after which it comes back though nobody has."""
 GOING = ("RUNNING", "COMPLETING")
 ENDED = ("CANCELLED", "NODE_FAIL", "PREEMPTED", "PENDING")
 """What SLURM says of a job that something has happened to; pending: it is to start again."""
@@ -33,9 +39,26 @@ class ClusterCampaign(Campaign):
     def start(self) -> None:
         """With the reward that takes its time beside it."""
         self.profile = "profiles/slurm"
-        self.environment = self.cluster.environment | {"PYTHONPATH": str(ROOT), "RELAY_PAUSE": "1"}
+        path = f"{note_questions(self.questions)}{os.pathsep}{os.environ['PATH']}"
+        variables = {"PATH": path, "PYTHONPATH": str(ROOT), "RELAY_PAUSE": "1"}
+        self.environment = self.cluster.environment | variables
         shutil.copy(HERE / "slow_reward.py", self.folder)
         super().start()
+
+    @property
+    def questions(self) -> Path:
+        """Where it is noted what SLURM was asked."""
+        return self.folder.with_name(f"{self.folder.name}.questions")
+
+    def further_problems(self, plan: Plan) -> Iterator[str]:
+        """Jobs that were too many. The last ones may still be leaving, and accounting lags behind."""
+
+        def found() -> list[str]:
+            starts, queued = job_starts(self.cluster, self.folder), queued_jobs(self.cluster, self.folder)
+            return list(job_problems(self.folder, plan, starts, queued))
+
+        until(lambda: not found(), PATIENCE)
+        yield from found()
 
 
 @dataclass(frozen=True)
@@ -132,16 +155,22 @@ class Outage(Fault):
 
     cluster: MiniCluster
     daemon: str
+    commands: tuple[str, ...]
+    """Which ask it."""
     client: tuple[str, ...]
     """A command that needs it."""
 
     def strike(self, campaign: Campaign, draw: random.Random, folder: Path | None) -> Hit | None:
-        """Stop it, wait, start it."""
+        """Stop it, wait until the campaign has asked it something and has got no answer, start it."""
         self.cluster.stop_daemon(self.daemon)
+        since = time.time()
+        asked = until(lambda: was_asked(campaign.questions, self.commands, since), UNASKED)
         time.sleep(OUTAGE)
         gone = not self.cluster.alive(self.daemon)
+        seconds = time.time() - since
         self.cluster.start_daemon(self.daemon)
-        return Hit(self.daemon, lambda: (gone and self._back(), f"gone for {OUTAGE:.0f} s"))
+        told = f"gone for {seconds:.0f} s" + ("" if asked else ", and nobody asked")
+        return Hit(self.daemon, lambda: (self._back() and gone and asked, told))
 
     def _back(self) -> bool:
         return until(lambda: self.cluster.run(*self.client, check=False), PATIENCE)
@@ -154,8 +183,8 @@ def cluster_faults(cluster: MiniCluster) -> list[Fault]:
         Cancelled("scancel", cluster),
         NodeDown("node down", cluster),
         Preempted("preemption", cluster),
-        Outage("sacct gone", cluster, "slurmdbd", ("sacctmgr", "-n", "show", "cluster")),
-        Outage("controller restart", cluster, "slurmctld", ("sinfo", "-h")),
+        Outage("sacct gone", cluster, "slurmdbd", ("sacct",), ("sacctmgr", "-n", "show", "cluster")),
+        Outage("controller restart", cluster, "slurmctld", ("sbatch", "scontrol", "squeue"), ("sinfo", "-h")),
         Signal("SIGKILL of the driver", kill, driver_processes),
         Signal("SIGKILL of a launcher", kill, launchers),
         Signal("SIGKILL of the head", kill, heads),
