@@ -131,7 +131,7 @@ def compare_command(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="write the findings there, as JSON")] = None,
 ) -> None:
-    """Compare results of one learning identity, part by part. Exit code 1: they differ, or nothing of one was compared; 2: refused."""
+    """Compare results of one learning identity, part by part. Exit code 1: they differ, or something was not compared; 2: refused."""
     try:
         found = [compare(pair, tolerance) for pair in find_pairs(a, b)]
     except (ManifestError, StateError, ModelFolderError, NotComparable) as error:

@@ -106,7 +106,7 @@ def test_files_that_nothing_can_read_are_compared_by_their_digests(tmp_path):
     assert verdicts(result, other) == {"files": "different"}
     code, output = baton("compare", result, other, "--tolerance", "1e-3")
     assert code == 1
-    assert "0 results compared; 1 not compared as a whole; no weights of megatron" in output
+    assert "0 results compared; 1 not compared as a whole; nothing speaks for all of megatron" in output
 
 
 def test_a_result_of_which_nothing_was_compared_does_not_pass(tmp_path):
@@ -120,8 +120,16 @@ def test_a_result_of_which_nothing_was_compared_does_not_pass(tmp_path):
     assert baton("compare", other, other)[0] == 1
 
 
-@pytest.mark.parametrize("changes", [{"steps_done": 5}, {"kl": {"coefficient": 0.6}}])
-def test_counters_are_part_of_a_state(first, tmp_path, changes):
+@pytest.mark.parametrize(
+    ("changes", "tolerated"),
+    [
+        ({"steps_done": 5}, "different"),
+        ({"samples_seen": 49}, "different"),
+        ({"kl": {"coefficient": 0.6}}, "close"),
+    ],
+)
+def test_counters_are_part_of_a_state(first, tmp_path, changes, tolerated):
+    """A count is equal or not, whatever the tolerance."""
     other = made_up(tmp_path / "one") / STATE
     state = json.loads((other / "state.json").read_text())
     del state["digest"]
@@ -130,6 +138,30 @@ def test_counters_are_part_of_a_state(first, tmp_path, changes):
     rewrite(other, lambda folder: put(folder / "state.json", **state))
     found = verdicts(first / STATE, other)
     assert {part for part, verdict in found.items() if verdict == "different"} == {"counters"}
+    assert verdicts(first / STATE, other, 0.5)["counters"] == tolerated
+
+
+@pytest.mark.parametrize(("metric", "tolerated"), [("actor/lr", "different"), ("rollout_kl", "close")])
+def test_learning_rates_are_compared_however_small_they_are(tmp_path, metric, tolerated):
+    """What measures rounding, which is as small, is not."""
+    sides = [made_up(tmp_path / name / "one") / STATE for name in "ab"]
+    for side, value in zip(sides, (9e-7, 1e-6), strict=True):
+        curve = side.parent / "metrics.jsonl"
+        lines = [json.loads(line) | {metric: value} for line in curve.read_text().splitlines()]
+        curve.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert verdicts(*sides)["curve"] == "different"
+    assert verdicts(*sides, 1e-2)["curve"] == tolerated
+
+
+def test_a_curve_that_is_not_there_was_not_compared(first, tmp_path):
+    """It lies beside the states, so a state's folder alone has none."""
+    states = [shutil.copytree(first / STATE, tmp_path / name / "step000006") for name in "ab"]
+    for ours, theirs, lacking in ((first / STATE, states[1], "B"), (*states, "A and B")):
+        code, found = findings(tmp_path, ours, theirs)
+        curve = found["train", "curve"]
+        assert (code, curve["verdict"]) == (1, "not compared")
+        assert curve["note"] == f"no steps in metrics.jsonl of {lacking}"
+        assert found["train", "weights"]["verdict"] == "equal"
 
 
 def test_released_states_with_other_digests_were_not_compared(first, tmp_path):
@@ -144,7 +176,7 @@ def test_released_states_with_other_digests_were_not_compared(first, tmp_path):
     for part in ("weights", "optimizer"):
         assert found["train", part]["verdict"] == "not compared"
     output = baton("compare", first / STATE, other, "--tolerance", "1e-2")[1]
-    assert "0 results compared; 1 not compared as a whole; no weights of train" in output
+    assert "0 results compared; 1 not compared as a whole; nothing speaks for all of train" in output
     same = made_up(tmp_path / "same") / STATE
     released(same)
     code, found = findings(tmp_path, first / STATE, same, "--tolerance", "1e-2")
@@ -157,7 +189,7 @@ def test_digests_of_another_layout_say_nothing(first, tmp_path):
     released(other)
     assert verdicts(first / STATE, other)["weights"] == "not compared"
     code, output = baton("compare", first / STATE, other)
-    assert (code, "of another layout" in " ".join(output.split())) == (1, True)
+    assert (code, "other blocks or types of tensors" in " ".join(output.split())) == (1, True)
 
 
 def test_a_later_state_speaks_for_those_that_were_released(tmp_path):
@@ -168,6 +200,12 @@ def test_a_later_state_speaks_for_those_that_were_released(tmp_path):
     code, output = baton("compare", ours, theirs, "--tolerance", "1e-2")
     assert code == 0, output
     assert "none differs; 2 not compared as a whole" in output
+    code, output = baton("compare", ours, theirs, "--tolerance", "1e-9")
+    assert (code, "1 differ; 2 not compared as a whole" in output, "nothing speaks" in output) == (
+        1,
+        True,
+        False,
+    )
     released(theirs / STATE)
     assert baton("compare", ours, theirs, "--tolerance", "1e-2")[0] == 1
 

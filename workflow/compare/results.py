@@ -69,7 +69,7 @@ def compare(pair: Pair, tolerance: float | None = None) -> Comparison:
 def uncompared(found: Sequence[Comparison]) -> list[Comparison]:
     """Pairs that were not compared as a whole, and that no other pair of the same two trainings (a later state) speaks for."""
     pairs = [one for one in found if one.pair.identities]
-    whole = {one.pair.identities for one in pairs if one.verdict not in (NOT_COMPARED, DIFFERENT)}
+    whole = {one.pair.identities for one in pairs if one.verdict != NOT_COMPARED}
     return [one for one in pairs if one.verdict == NOT_COMPARED and one.pair.identities not in whole]
 
 
@@ -88,7 +88,7 @@ def summary(found: Sequence[Comparison]) -> str:
     if partly := sum(one.verdict == NOT_COMPARED and one.pair.identities is not None for one in found):
         parts.append(f"{partly} not compared as a whole")
     never = {one.pair.identities: one.pair.ours.manifest for one in uncompared(found)}
-    parts += [f"no weights of {one.stage} {one.slug} were compared" for one in never.values()]
+    parts += [f"nothing speaks for all of {one.stage} {one.slug}" for one in never.values()]
     if elsewhere := sum(one.pair.cut_elsewhere for one in found):
         parts.append(f"{elsewhere} on one side only, where the other was not cut")
     return "; ".join(parts)
@@ -142,10 +142,10 @@ def _released(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float | N
     if same_blocks and ours["files"] == theirs["files"]:
         verdict, note = EQUAL, "by the digests of released bytes"
     elif same_blocks and tolerance is None:
-        verdict, note = DIFFERENT, "released bytes, and other digests"
+        verdict, note = DIFFERENT, "released bytes, and both together have other digests"
     else:
         verdict = NOT_COMPARED
-        note = "released bytes, and other digests" if same_blocks else "released bytes, of another layout"
+        note = f"released bytes, and {'other digests' if same_blocks else 'other blocks or types of tensors'}"
     yield from (Finding(part, verdict, note=note) for part in ("weights", "optimizer"))
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ _TYPES = {
 }  # fmt: skip
 TINY = 1e-3
 """A tensor whose norm is less than this share of the norm of all of its kind is measured against that share: rounding is not
-relative to nothing. The last word of a name is its kind, such as exp_avg."""
+relative to nothing. The first and the last word of a name are its kind, such as actor and exp_avg."""
+COUNTS = ("step",)
+"""Last words of the names of tensors that count: they are equal or not, by no tolerance."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,9 @@ class Tensor:
 
     type: str
     """As its file spells it. Several types come as the same kind of array."""
-    values: numpy.ndarray
-    """bfloat16, which numpy lacks, as float32 of the same value; 8-bit floats as bytes that are no numbers."""
+    read: Callable[[], numpy.ndarray]
+    """Its values, read anew each time, so that a model is never in memory as a whole. bfloat16, which numpy lacks, as float32 of the
+    same value; 8-bit floats as bytes that are no numbers."""
 
 
 @dataclass(frozen=True)
@@ -52,29 +56,34 @@ def role_tensors(folder: Path, role: Mapping[str, Any], prefix: str = "") -> dic
     Args:
         role: the role's entry in the state's description.
     """
-    headers: dict[str, dict[str, TensorEntry]] = {}
-    whole = {}
-    for name, record in role["tensors"].items():
-        if not name.startswith(prefix):
-            continue
-        parts = []
-        for shard in record["shards"]:
-            path = folder / shard["file"]
-            header = headers.setdefault(shard["file"], read_safetensors_header(path))
-            parts.append((shard, read_values(path, header[shard["key"]])))
-        # Blocks tile the tensor (the state's description is checked for that when it is written).
-        values = numpy.empty(record["shape"], parts[0][1].dtype if parts else "f4")
-        for shard, part in parts:
-            place = tuple(slice(o, o + n) for o, n in zip(shard["offsets"], shard["shape"], strict=True))
-            values[place] = part
-        whole[name] = Tensor(record["dtype"], values)
-    return whole
+    wanted = {name: record for name, record in role["tensors"].items() if name.startswith(prefix)}
+    files = {shard["file"] for record in wanted.values() for shard in record["shards"]}
+    headers = {file: read_safetensors_header(folder / file) for file in files}
+    return {
+        name: Tensor(record["dtype"], partial(_put_together, folder, record, headers))
+        for name, record in wanted.items()
+    }
+
+
+def _put_together(
+    folder: Path, record: Mapping[str, Any], headers: Mapping[str, Mapping[str, TensorEntry]]
+) -> numpy.ndarray:
+    # Blocks tile the tensor (the state's description is checked for that when it is written).
+    blocks = [
+        (block, read_values(folder / block["file"], headers[block["file"]][block["key"]]))
+        for block in record["shards"]
+    ]
+    values = numpy.empty(record["shape"], blocks[0][1].dtype if blocks else "f4")
+    for block, part in blocks:
+        place = tuple(slice(o, o + n) for o, n in zip(block["offsets"], block["shape"], strict=True))
+        values[place] = part
+    return values
 
 
 def folder_tensors(files: list[Path]) -> dict[str, Tensor]:
     """All tensors of some safetensors files."""
     return {
-        name: Tensor(entry.dtype, read_values(path, entry))
+        name: Tensor(entry.dtype, partial(read_values, path, entry))
         for path in files
         for name, entry in read_safetensors_header(path).items()
     }
@@ -94,23 +103,28 @@ def read_values(path: Path, entry: TensorEntry) -> numpy.ndarray:
 def apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Apart:
     """Compare tensor by tensor."""
     names = sorted(ours.keys() | theirs.keys())
-    squares: dict[str, float] = {}
-    for name, tensor in theirs.items():
-        squares[_kind(name)] = squares.get(_kind(name), 0.0) + _norm(tensor.values) ** 2
-    unequal, largest, where = 0, 0.0, ""
+    squares: dict[tuple[str, str], float] = {}
+    unequal: list[tuple[str, float, float]] = []
     for name in names:
         one, other = ours.get(name), theirs.get(name)
-        if one is not None and other is not None and _same_bits(one, other):
-            continue
-        unequal += 1
-        difference = _relative(one, other, TINY * math.sqrt(squares.get(_kind(name), 0.0)))
-        if difference > largest or not where:
-            largest, where = difference, _told(name, one, other)
-    return Apart(len(names), unequal, largest, where)
+        values = [None if tensor is None else tensor.read() for tensor in (one, other)]
+        norm = 0.0 if other is None else _norm(values[1])
+        if math.isfinite(norm):
+            squares[_kind(name)] = squares.get(_kind(name), 0.0) + norm**2
+        if one is None or other is None:
+            unequal.append((name, math.inf, norm))
+        elif one.type != other.type or not _same_bits(*values):
+            unequal.append((name, _distance(name, one, other, *values), norm))
+    largest, where = 0.0, ""
+    for name, distance, norm in unequal:
+        relative = _ratio(distance, max(norm, TINY * math.sqrt(squares.get(_kind(name), 0.0))))
+        if relative > largest or not where:
+            largest, where = relative, _told(name, ours.get(name), theirs.get(name))
+    return Apart(len(names), len(unequal), largest, where)
 
 
-def _kind(name: str) -> str:
-    return name.rpartition(".")[2]
+def _kind(name: str) -> tuple[str, str]:
+    return name.partition(".")[0], name.rpartition(".")[2]
 
 
 def _told(name: str, one: Tensor | None, other: Tensor | None) -> str:
@@ -119,30 +133,28 @@ def _told(name: str, one: Tensor | None, other: Tensor | None) -> str:
     return f"{name}: {one.type} | {other.type}"
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.type != other.type or one.values.shape != other.values.shape:
-        return False
-    return bool(numpy.array_equal(_bits(one.values), _bits(other.values)))
+def _same_bits(one: numpy.ndarray, other: numpy.ndarray) -> bool:
+    return one.shape == other.shape and bool(numpy.array_equal(_bits(one), _bits(other)))
 
 
 def _bits(values: numpy.ndarray) -> numpy.ndarray:
     return numpy.ascontiguousarray(values).reshape(-1).view("u1")
 
 
-def _relative(one: Tensor | None, other: Tensor | None, floor: float) -> float:
-    if one is None or other is None or one.values.shape != other.values.shape:
+def _distance(name: str, one: Tensor, other: Tensor, a: numpy.ndarray, b: numpy.ndarray) -> float:
+    """||a - b||; infinite where it says nothing: other shapes, no numbers, types of which one is not floating point, other counts."""
+    kinds = a.dtype.kind + b.dtype.kind  # numpy's letters: f for floating point, V for what is no number
+    if a.shape != b.shape or "V" in kinds or (one.type != other.type and kinds != "ff"):
         return math.inf
-    if "V" in _kinds(one, other) or (one.type != other.type and _kinds(one, other) != "ff"):
-        return math.inf
-    difference = _norm(one.values.astype("f8") - other.values.astype("f8"))
-    scale = max(_norm(other.values), floor)
-    relative = difference / scale if scale else (0.0 if difference == 0 else math.inf)
-    return relative if math.isfinite(relative) else math.inf
+    distance = _norm(a.astype("f8") - b.astype("f8"))
+    return math.inf if distance and _kind(name)[1] in COUNTS else distance
 
 
-def _kinds(one: Tensor, other: Tensor) -> str:
-    """What the two arrays hold, in numpy's letters: f for floating point, V for what is no number."""
-    return one.values.dtype.kind + other.values.dtype.kind
+def _ratio(distance: float, scale: float) -> float:
+    if distance == 0:
+        return 0.0
+    ratio = distance / scale if scale else math.inf
+    return ratio if math.isfinite(ratio) else math.inf
 
 
 def _norm(values: numpy.ndarray) -> float:

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from workflow.campaign.paths import ABSENT
-from workflow.compare.findings import DIFFERENT, EQUAL, Finding, measured
+from workflow.compare.findings import DIFFERENT, EQUAL, NOT_COMPARED, Finding, measured
 from workflow.compare.pairs import Result
 from workflow.rl.metrics import METRICS_FILE, SFT_CURVE_FILE, read_metrics, without_timing
 
 SMALL = 1e-4
-"""Numbers that never reach it are compared as parts of it: what measures rounding differs by all of itself."""
+"""Numbers that never reach it are compared as parts of it: what measures rounding differs by all of itself. Not so learning rates,
+which are as small as that and no measurement."""
 
 
 def compare_records(
@@ -47,16 +48,23 @@ def _leaves(value: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 
 def _relative(one: Any, other: Any) -> float:
-    """Infinite for what is no number."""
+    """Infinite for what is no measurement: counts are equal or not."""
     if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in (one, other)):
+        return math.inf
+    if isinstance(one, int) and isinstance(other, int):
         return math.inf
     return abs(one - other) / max(abs(other), SMALL)
 
 
 def compare_curves(ours: Result, theirs: Result, tolerance: float | None) -> Iterator[Finding]:
     """The metrics of all steps up to the results; nothing for stages that have no curve."""
-    curves = [_curve(result) for result in (ours, theirs)]
-    if None in curves or curves == [{}, {}]:
+    name = {"train": METRICS_FILE, "sft": SFT_CURVE_FILE}.get(ours.manifest.stage)
+    if name is None:
+        return
+    curves = [_curve(result, name) for result in (ours, theirs)]
+    if not all(curves):
+        lacking = " and ".join(side for side, curve in zip("AB", curves, strict=True) if not curve)
+        yield Finding("curve", NOT_COMPARED, note=f"no steps in {name} of {lacking}")
         return
     steps = [list(curve) for curve in curves]
     if steps[0] != steps[1]:
@@ -67,22 +75,26 @@ def compare_curves(ours: Result, theirs: Result, tolerance: float | None) -> Ite
         yield Finding("curve", EQUAL, 0.0, f"{len(curves[0])} steps")
         return
     largest, where = 0.0, ""
-    for name in sorted({name for curve in curves for line in curve.values() for name in line}):
-        values = [[line.get(name, math.nan) for line in curve.values()] for curve in curves]
+    for metric in sorted({metric for curve in curves for line in curve.values() for metric in line}):
+        values = [[line.get(metric, math.nan) for line in curve.values()] for curve in curves]
+        floor = 0.0 if metric.rpartition("/")[2] == "lr" else SMALL
         scale = max((abs(value) for value in values[1] if math.isfinite(value)), default=0.0)
-        scale = max(scale, SMALL)
         for step, a, b in zip(steps[0], *values, strict=True):
-            difference = 0.0 if a == b or (a != a and b != b) else abs(a - b) / scale
-            difference = math.inf if math.isnan(difference) else difference
+            difference = _part_of(max(scale, floor), a, b)
             if difference > largest:
-                largest, where = difference, f"{name} of step {step}"
+                largest, where = difference, f"{metric} of step {step}"
     yield measured("curve", largest, tolerance, f"most {where}")
 
 
-def _curve(result: Result) -> dict[int, dict[str, Any]] | None:
-    name = {"train": METRICS_FILE, "sft": SFT_CURVE_FILE}.get(result.manifest.stage)
-    if name is None:
-        return None
+def _part_of(scale: float, a: float, b: float) -> float:
+    """How far two values of a curve are apart, as a part of ``scale``."""
+    if a == b or (a != a and b != b):
+        return 0.0
+    difference = abs(a - b) / scale if scale else math.inf
+    return math.inf if math.isnan(difference) else difference
+
+
+def _curve(result: Result, name: str) -> dict[int, dict[str, Any]]:
     folder = result.path.parent.parent if result.manifest.stage == "train" else result.path.parent
     last = math.inf if result.manifest.step is None else result.manifest.step
     lines = read_metrics(folder / name)
