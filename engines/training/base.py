@@ -21,17 +21,23 @@ from engines.checkpoint import ShardIndex
 from engines.checkpoint.shards import load_shards, write_shards
 from engines.config import EngineConfig, OptimizerConfig
 from engines.streams import stream_key
-from engines.training.batch import MicroBatch, PackedBatch, loss_totals, loss_weights, split_micro_batches
+from engines.training.batch import (
+    Aggregation,
+    MicroBatch,
+    PackedBatch,
+    loss_totals,
+    loss_weights,
+    split_micro_batches,
+)
 from engines.training.determinism import compute_deterministically, set_variables
 from engines.training.errors import (
     AdapterNotSupported,
     EngineModeError,
     ForwardOnlyError,
-    OffloadedPartError,
 )
 from engines.training.learning_rate import learning_rate
 from engines.training.schedule import LossFunction, Metrics, MicroBatchStep, ModelOutputs, merge_metrics
-from engines.training.scope import PARTS, BaseEngineCtx, Topology
+from engines.training.scope import PARTS, BaseEngineCtx, Parking, Topology
 
 logger = logging.getLogger(__name__)
 ShardWrite = Callable[[Path, int, dict[str, Any], dict[str, Any]], ShardIndex]
@@ -90,7 +96,7 @@ class BaseEngine(ABC):
         self.temperature = temperature
         self.scheduler_step = 0
         self._mode: str | None = None
-        self._parked: set[str] = set()
+        self.parking = Parking(self)
 
     # ---- hooks: what a backend supplies ------------------------------------------------------------------------------
 
@@ -163,14 +169,14 @@ class BaseEngine(ABC):
         self.build()
         self.module.eval()
         self._apply_learning_rate()
-        self._relocate("cpu", self._offloaded_by_config)
+        self.parking.park(self.parking.configured)
 
     @final
     def train_batch(
         self,
         batch: PackedBatch,
         loss: LossFunction,
-        aggregation: str = "token-mean",
+        aggregation: str | Aggregation = "token-mean",
         max_length: int | None = None,
     ) -> Metrics:
         """One optimizer step on this rank's share of a mini-batch; the learning-rate schedule advances by one. Collective.
@@ -185,7 +191,7 @@ class BaseEngine(ABC):
         """
         if self.optimizer is None:
             raise ForwardOnlyError("train_batch on an engine with engine.forward_only=true")
-        self._require("model", "optimizer", "grad")
+        self.parking.require("model", "optimizer", "grad")
         self.zero_grad()
         metrics = self.forward_backward_batch(batch, loss, aggregation, max_length)
         rate = self._rate()
@@ -206,7 +212,7 @@ class BaseEngine(ABC):
         self,
         batch: PackedBatch,
         loss: LossFunction,
-        aggregation: str = "token-mean",
+        aggregation: str | Aggregation = "token-mean",
         max_length: int | None = None,
         forward_only: bool = False,
     ) -> Metrics:
@@ -215,7 +221,7 @@ class BaseEngine(ABC):
             raise EngineModeError("training inside eval_mode(); use train_mode()")
         if not forward_only and self.config.forward_only:
             raise ForwardOnlyError("backward on an engine with engine.forward_only=true")
-        self._require("model", *(() if forward_only else ("grad",)))
+        self.parking.require("model", *(() if forward_only else ("grad",)))
         batch = batch.to(self.device)
         totals = loss_totals(batch, self.get_data_parallel_group())
         weight = loss_weights(batch, aggregation, totals, max_length)
@@ -232,7 +238,7 @@ class BaseEngine(ABC):
 
         In the order of ``batch``; empty on ranks that are no source of outputs. Collective.
         """
-        self._require("model")
+        self.parking.require("model")
         step = self._run(batch.to(self.device), None, entropy, forward_only=True)
         if not self.topology.is_source:
             return {}
@@ -304,15 +310,16 @@ class BaseEngine(ABC):
         if device not in keys:
             raise ValueError(f"device={device!r}: must be one of {', '.join(keys)}")
         wanted = {"model": model, "optimizer": optimizer, "grad": grad}
-        self._relocate(keys[device], [part for part in PARTS if wanted[part]])
+        parts = [part for part in PARTS if wanted[part]]
+        (self.parking.park if keys[device] == "cpu" else self.parking.bring_back)(parts)
 
     @final
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         """(on-disk Hugging Face name, full tensor), read while the parameters are on the device. Collective."""
-        self._require("model")
+        self.parking.require("model")
         for unit in self.export_units():
             yield unit
-            self._require("model")
+            self.parking.require("model")
 
     @final
     def save_checkpoint(self, folder: Path, write: ShardWrite = write_shards) -> ShardIndex:
@@ -320,13 +327,13 @@ class BaseEngine(ABC):
 
         ``write`` is ``write_shards``, or the method ``ShardWriter.write``, which copies and lets the training go on.
         """
-        with self._everything_on_device():
+        with self.parking.suspended():
             return write(folder, _rank(), self.sharded_state(), self.scalar_state())
 
     @final
     def load_checkpoint(self, folder: Path) -> None:
         """Restore what ``save_checkpoint`` wrote into ``folder`` of a committed state, from any layout. Collective."""
-        with self._everything_on_device():
+        with self.parking.suspended():
             state = self.sharded_state()
             scalars = load_shards(folder.parent, folder.name, state)
             self.load_sharded_state(state)
@@ -384,36 +391,6 @@ class BaseEngine(ABC):
         with torch.random.fork_rng(devices, device_type=self.device.type if devices else None):
             torch.manual_seed(key)
             yield
-
-    @property
-    def _offloaded_by_config(self) -> list[str]:
-        offload = self.config.offload
-        return ["model"] * offload.parameters + ["optimizer", "grad"] * offload.optimizer
-
-    def _relocate(self, where: str, parts: Sequence[str]) -> None:
-        moving = [part for part in parts if (part in self._parked) == (where == "device")]
-        if not moving:
-            return
-        target = self.device if where == "device" else torch.device("cpu")
-        self.move(target, **{part: part in moving for part in PARTS})
-        self._parked = self._parked - set(moving) if where == "device" else self._parked | set(moving)
-
-    def _require(self, *parts: str) -> None:
-        parked = [part for part in parts if part in self._parked]
-        if parked:
-            raise OffloadedPartError(
-                f"{' and '.join(parked)} of this engine wait in host memory: enter train_mode() or eval_mode(), "
-                f"or call to('device'), before using them"
-            )
-
-    @contextmanager
-    def _everything_on_device(self) -> Iterator[None]:
-        parked = list(self._parked)
-        self._relocate("device", parked)
-        try:
-            yield
-        finally:
-            self._relocate("cpu", parked)
 
     def _set_mode(self, mode: str | None) -> None:
         self._mode = mode

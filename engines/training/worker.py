@@ -14,7 +14,7 @@ from engines.checkpoint.shards import write_shards
 from engines.checkpoint.writer import ShardWriter
 from engines.registry import EngineRegistry
 from engines.training.base import BaseEngine
-from engines.training.batch import PackedBatch
+from engines.training.batch import Aggregation, PackedBatch
 from engines.training.flops import peak_flops, training_flops
 from engines.training.hf_export import write_model_folder
 from engines.training.schedule import LossFunction, Metrics, merge_metrics
@@ -55,7 +55,7 @@ class TrainingWorker:
         self,
         mini_batches: list[PackedBatch],
         loss: LossFunction,
-        aggregation: str = "token-mean",
+        aggregation: str | Aggregation = "token-mean",
         max_length: int | None = None,
     ) -> Metrics:
         """One optimizer step per mini-batch. Collective.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engines.config import RolloutConfig
 from engines.rollout.base import Request, Response, SamplingParams
-from engines.training.batch import PackedBatch
+from engines.training.batch import Aggregation, PackedBatch
 from engines.training.schedule import LossFunction, Metrics, merge_metrics
 from engines.workers import dispatch
 from engines.workers.host import RankHost, RankPlace
@@ -70,7 +70,7 @@ class WorkerGroup(ABC):
         mini_batch_size: int,
         epochs: int = 1,
         shuffle_key: int | None = None,
-        aggregation: str = "token-mean",
+        aggregation: str | Aggregation = "token-mean",
         max_length: int | None = None,
         select: Callable[[PackedBatch, Tensor], PackedBatch] | None = None,
     ) -> Metrics:
@@ -81,6 +81,7 @@ class WorkerGroup(ABC):
             loss: picklable.
             mini_batch_size: sequences of a mini-batch, over all data-parallel ranks.
             shuffle_key: names the permutation drawn anew in each epoch; None keeps the order.
+            aggregation: a name of ``AGGREGATIONS``, or a function, picklable.
             max_length: the L of the aggregation ``seq-mean-token-sum-norm``.
             select: called with each whole mini-batch, right before its step, and ``role``'s log-probs of it (tokens,) at
                 that moment; returns it with further per-token fields. Costs a pass without gradients per mini-batch.
@@ -106,7 +107,7 @@ class WorkerGroup(ABC):
         packed: PackedBatch,
         steps: list[list[int]],
         loss: LossFunction,
-        aggregation: str,
+        aggregation: str | Aggregation,
         max_length: int | None,
     ) -> Metrics:
         """One optimizer step on each of the given sets of sequences."""

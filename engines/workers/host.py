@@ -1,7 +1,7 @@
 """What one process hosts: one rank of one or several roles, and a rollout replica beside them.
 
 The same object serves in the controller's process and as a Ray actor; its methods take and return plain data and
-tensors only.
+tensors only, and take what an update computes (loss, aggregation) as something picklable.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from engines.config import RolloutConfig
 from engines.rollout.base import BaseRollout, Request, Response, SamplingParams
 from engines.sync.naive import NaiveCheckpointEngine
-from engines.training.batch import PackedBatch
+from engines.training.batch import Aggregation, PackedBatch
 from engines.training.determinism import compute_deterministically
 from engines.training.process_group import init_process_group, local_device
 from engines.training.schedule import LossFunction, Metrics
@@ -72,7 +72,7 @@ class RankHost:
         role: str,
         mini_batches: list[TensorDict],
         loss: LossFunction,
-        aggregation: str,
+        aggregation: str | Aggregation,
         max_length: int | None,
     ) -> Metrics:
         """Train on this rank's share of each mini-batch."""

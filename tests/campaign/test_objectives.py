@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import re
 import sys
-import typing
 from pathlib import Path
 
 import pytest
 
 from engines.config import ConfigError, parse
+from engines.training import batch
 from workflow.campaign import objectives
-from workflow.campaign.algorithm import AlgorithmConfig, KLConfig
+from workflow.campaign.algorithm import AlgorithmConfig, CorrectionConfig
 from workflow.campaign.code import source_root
 from workflow.campaign.compose import compose_run
 from workflow.campaign.identity import by_content
-from workflow.campaign.objectives import ADVANTAGES, POLICY_LOSSES, TABLES, DuplicateObjectiveError
+from workflow.campaign.objectives import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    ENTRY_POINTS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    TABLES,
+    DuplicateObjectiveError,
+)
 from workflow.campaign.overrides import read_overrides
+from workflow.campaign.paths import lookup
 from workflow.campaign.relevance import irrelevant
 
 ROOT = source_root()
@@ -52,25 +61,50 @@ def test_the_page_has_a_row_for_each_row_with_the_keys_that_it_reads(title, tabl
         assert all(any(re.fullmatch(p, key) or re.fullmatch(p, f"{key}.x") for key in row.reads) for p in patterns)  # fmt: skip
 
 
-def test_the_page_has_every_other_choice():
-    estimators = typing.get_args(KLConfig.model_fields["estimator"].annotation)
-    assert {name.rstrip("+") for name in estimators} == set(rows_of("KL"))
-    assert all(f"`{name}`" in PAGE for name in estimators)
-    aggregations = typing.get_args(AlgorithmConfig.model_fields["aggregation"].annotation)
-    assert set(aggregations) == set(rows_of("From terms to a loss"))
+def test_the_page_has_every_other_row():
+    names = [row.name for row in KL_ESTIMATORS]
+    assert list(rows_of("KL")) == names
+    assert all(f"`{name}+`" in PAGE for name in names)
+    assert list(rows_of("From terms to a loss")) == [row.name for row in AGGREGATIONS]
+    corrections = [f"{key}={row.name}" for key in TABLES if key.startswith("correction.") for row in TABLES[key]]  # fmt: skip
+    assert list(rows_of("Rollout correction")) == corrections
+
+
+def test_the_page_says_how_to_add_to_each_table():
+    own = PAGE.split("\n## Your own\n")[1]
+    assert dict(re.findall(r"^\| `algorithm\.([^`]+)` \| `([^`]+)` \|", own, re.MULTILINE)) == ENTRY_POINTS
+
+
+EVERY_ROW = [pytest.param(row, id=f"{key}={row.name}") for key, table in TABLES.items() for row in table]
+
+
+@pytest.mark.parametrize("row", EVERY_ROW)
+def test_every_row_has_its_function_with_its_source(row):
+    assert row.load().__name__ == {"abs": "absolute"}.get(row.name, row.name.replace("-", "_"))
+    assert row.load().__doc__
+    if row.selects:
+        assert callable(objectives.load_function(row.selects))
 
 
 @pytest.mark.parametrize("row", [*ADVANTAGES, *POLICY_LOSSES], ids=lambda row: row.name)
-def test_every_row_has_its_function_with_its_source(row):
-    assert row.load().__name__ == row.name
+def test_every_estimator_and_loss_names_its_paper(row):
     assert "(" in row.load().__doc__
-    if row.selects:
-        assert callable(objectives.load_function(row.selects))
+
+
+def test_the_engines_know_the_same_aggregations_by_name():
+    assert {row.name: row.load() for row in AGGREGATIONS} == batch.AGGREGATIONS
 
 
 REFUSED = {
     "an unknown estimator": ({"advantage": "rlo"}, ["algorithm.advantage='rlo'", "did you mean 'rloo'"]),
     "an unknown loss": ({"policy_loss": "sapoo"}, ["algorithm.policy_loss='sapoo'", "did you mean 'sapo'"]),
+    "an unknown aggregation": ({"aggregation": "token-meen"}, ["algorithm.aggregation='token-meen'", "did you mean 'token-mean'"]),
+    "an unknown KL estimator": ({"kl": {"place": "loss", "estimator": "k4"}}, ["algorithm.kl.estimator='k4'", "known: abs, k1, k2, k3 (or module:function)"]),
+    "weights that there are not": ({"correction": {"weights": "tokens"}}, ["algorithm.correction.weights='tokens'", "did you mean 'token'"]),
+    "a bound that there is not": ({"correction": {"bound": "none"}}, ["algorithm.correction.bound='none'", "known: mask, truncate"]),
+    "weights under another name for none": ({"correction": {"weights": "off"}}, ["algorithm.correction.weights='off'", "known: none, sequence, token"]),
+    "an unknown rejection": ({"correction": {"reject": "men"}}, ["algorithm.correction.reject='men'", "did you mean 'mean'"]),
+    "a loss straight through": ({"policy_loss": "ppo+"}, ["algorithm.policy_loss='ppo+'", "did you mean 'ppo'"]),
     "a name that says nothing": ({"name": "mine"}, ["algorithm.name='mine'", "set algorithm.advantage"]),
     "nothing to compare": ({"advantage": "rloo", "samples_per_prompt": 1}, ["algorithm.samples_per_prompt=1", "'rloo' compares", "at least 2"]),
     "fewer samples than k": ({"advantage": "pass_at_k", "pass_k": 9}, ["algorithm.samples_per_prompt=8", "pass_k=9", "at least 9"]),
@@ -108,6 +142,7 @@ DEAD = {
     "algorithm.critic_lr=0.1": "algorithm.advantage=gpg",
     "algorithm.correction.high=3": "algorithm.correction.reject=mean",
     "algorithm.correction.low=0.1": "algorithm.correction.weights=token",
+    "algorithm.correction.bound=mask": "algorithm.correction.reject=mean",
     "algorithm.correction.reject_low=0.1": "algorithm.correction.weights=token",
     "algorithm.filter.max_rounds=3": "algorithm.advantage=rloo",
     "algorithm.options.x=3": "algorithm.advantage=rloo",
@@ -119,6 +154,20 @@ DEAD = {
 def test_keys_that_nothing_reads_are_named(dead, other):
     key = dead.partition("=")[0]
     assert list(irrelevant(compose(other, dead), [key])) == [key]
+
+
+def test_a_third_partys_estimator_reads_no_correction():
+    words = ["algorithm.advantage=tests.rl.test_trainer:own_advantage", "algorithm.correction.weights=token"]
+    assert list(irrelevant(compose(*words, "algorithm.correction.low=0.3"), ["algorithm.correction.low"]))
+    own = [*words, "algorithm.correction.bound=tests.rl.test_trainer:own_bound"]
+    assert not irrelevant(compose(*own, "algorithm.correction.low=0.3"), ["algorithm.correction.low"])
+
+
+def test_why_a_key_has_no_effect_is_the_first_cause():
+    key = "algorithm.correction.low"
+    assert irrelevant(compose(f"{key}=0.3"), [key]) == {key: "algorithm.correction.weights=none"}
+    bounded = compose("algorithm.correction.weights=token", f"{key}=0.3")
+    assert irrelevant(bounded, [key]) == {key: "algorithm.correction.bound=truncate does not read it"}
 
 
 def test_keys_that_are_read_are_not_named():
@@ -135,39 +184,71 @@ def test_a_third_partys_function_may_read_anything():
 
 @pytest.fixture
 def their_package(tmp_path: Path, monkeypatch):
-    """Installs a package with an estimator under the given name of an entry point."""
+    """Installs a package with a function under the given name of an entry point."""
 
-    def install(name: str) -> None:
-        (tmp_path / "their_objective.py").write_text("def estimate(batch, config):\n    return {}\n")
+    def install(key: str, name: str) -> None:
+        (tmp_path / "their_objective.py").write_text("def compute(*arguments):\n    return {}\n")
         info = tmp_path / "theirs-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[baton.advantages]\n{name} = their_objective:estimate\n")
+        (info / "entry_points.txt").write_text(f"[{ENTRY_POINTS[key]}]\n{name} = their_objective:compute\n")
         monkeypatch.syspath_prepend(tmp_path)
-        objectives.table.cache_clear()
+        objectives.tables.cache_clear()
 
     yield install
     sys.modules.pop("their_objective", None)
     monkeypatch.undo()
-    objectives.table.cache_clear()
+    objectives.tables.cache_clear()
 
 
-def test_third_parties_add_rows_by_entry_point(their_package, tmp_path):
-    their_package("theirs")
-    run = compose("algorithm.advantage=theirs")
-    assert run.algorithm.estimator.load()(None, None) == {}
+NEEDED = {"kl.estimator": ["algorithm.kl.place=loss"], "correction.bound": ["algorithm.correction.weights=token"]}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", TABLES)
+def test_third_parties_add_rows_by_entry_point(their_package, tmp_path, key):
+    their_package(key, "theirs")
+    run = compose(*NEEDED.get(key, []), f"algorithm.{key}=theirs")
+    assert objectives.find(key, "theirs").load()(None) == {}
     assert not run.algorithm.has_critic
+    assert irrelevant(run, [f"algorithm.{key}"]) == {}
     values = run.model_dump(mode="json")
-    content = by_content(values)["algorithm"]["advantage"]
-    assert content.startswith("their_objective:estimate sha256:")
-    (tmp_path / "their_objective.py").write_text("def estimate(batch, config):\n    return {1: 2}\n")
-    assert by_content(values)["algorithm"]["advantage"] != content
+    content = lookup(by_content(values)["algorithm"], key)
+    assert content.startswith("their_objective:compute sha256:")
+    (tmp_path / "their_objective.py").write_text("def compute(*arguments):\n    return {1: 2}\n")
+    assert lookup(by_content(values)["algorithm"], key) != content
 
 
-def test_a_name_that_is_there_already_is_refused(their_package):
-    their_package("rloo")
-    with pytest.raises(DuplicateObjectiveError, match=r"advantage='rloo' is workflow.*their_objective:estimate cannot"):  # fmt: skip
-        objectives.table("advantage")
+def test_an_estimator_of_theirs_is_another_one_straight_through(their_package):
+    their_package("kl.estimator", "theirs")
+    found = [
+        by_content(compose("algorithm.kl.place=loss", f"algorithm.kl.estimator={name}").model_dump(mode="json"))
+        for name in ("theirs", "theirs+", "their_objective:compute", "their_objective:compute+")
+    ]  # fmt: skip
+    plain, through, by_path, path_through = (values["algorithm"]["kl"]["estimator"] for values in found)
+    assert plain == by_path != through == path_through
+
+
+@pytest.mark.parametrize("key", TABLES)
+def test_a_name_that_is_there_already_is_refused_before_anything_runs(their_package, key):
+    taken = TABLES[key][0].name
+    their_package(key, taken)
+    with pytest.raises(DuplicateObjectiveError, match=rf"algorithm\.{key}='{taken}' is .*their_objective:compute cannot"):  # fmt: skip
+        objectives.tables()
+    with pytest.raises(ConfigError, match=r"their_objective:compute cannot be it too"):
+        algorithm()
+
+
+@pytest.mark.parametrize("name", ["none", "k9+", "their:own"])
+def test_a_name_that_means_something_else_is_refused(their_package, name):
+    their_package("kl.estimator", name)
+    with pytest.raises(DuplicateObjectiveError, match=rf"entry point '{re.escape(name)}' in baton.kl_estimators"):  # fmt: skip
+        objectives.tables()
+
+
+def test_a_package_that_clashes_lets_everything_else_be_imported(their_package):
+    """Who only looks at results does not meet the tables."""
+    their_package("correction.bound", "truncate")
+    assert parse(CorrectionConfig, {}) == CorrectionConfig()
 
 
 def test_own_rows_are_known_by_name_and_defaults_by_nothing():
@@ -175,7 +256,17 @@ def test_own_rows_are_known_by_name_and_defaults_by_nothing():
     values = compose("algorithm.advantage=rloo").model_dump(mode="json")
     assert by_content(values)["algorithm"]["advantage"] == "rloo"
     plain = by_content(compose("algorithm=grpo").model_dump(mode="json"))
-    new = {*TABLES, "dual_clip", "sapo", "covariance", "pass_k", "correction", "filter", "options"}
+    new = {
+        "advantage",
+        "policy_loss",
+        "dual_clip",
+        "sapo",
+        "covariance",
+        "pass_k",
+        "correction",
+        "filter",
+        "options",
+    }
     assert not new & plain["algorithm"].keys()
     assert "overlong" not in plain["reward"]
     assert by_content(compose("algorithm.dual_clip=2").model_dump(mode="json"))["algorithm"]["dual_clip"] == 2

@@ -110,6 +110,19 @@ def test_without_loss_tokens_all_weights_are_zero() -> None:
         assert not loss_weights(batch, aggregation, loss_totals(batch), max_length=4).any()
 
 
+def test_a_function_of_ones_own_is_given_the_counts_and_counts_on_loss_tokens_only() -> None:
+    batch = make_batch()
+    mask = batch.tokens["loss_mask"]
+
+    def own_share(mask, own, totals, max_length):
+        return own / totals.tokens + max_length
+
+    found = loss_weights(batch, own_share, loss_totals(batch), max_length=10)
+    in_sequence = [m.sum() for m in mask.split(batch.lengths.tolist())]
+    expected = torch.cat([(count / 9 + 10).expand(n) for count, n in zip(in_sequence, batch.lengths.tolist(), strict=True)])  # fmt: skip
+    torch.testing.assert_close(found, expected * (mask > 0))
+
+
 def test_wrong_aggregations_are_refused() -> None:
     totals = loss_totals(make_batch())
     with pytest.raises(ValueError, match="known: token-mean"):

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from engines.training.batch import AGGREGATIONS, PackedBatch, loss_totals, loss_weights
 from engines.training.schedule import ModelOutputs, merge_metrics
-from workflow.campaign.objectives import POLICY_LOSSES
+from workflow.campaign.objectives import KL_ESTIMATORS, POLICY_LOSSES
 from workflow.campaign.schema import AlgorithmConfig
-from workflow.rl.kl import ESTIMATORS
 from workflow.rl.losses import PolicyLoss, SftLoss, ValueLoss
 from workflow.rl.losses.selection import covariances
 
 NAMES = [row.name for row in POLICY_LOSSES]
+ESTIMATORS = [row.name for row in KL_ESTIMATORS]
 FIELDS = ("old_log_probs", "reference_log_probs", "advantages", "old_values", "returns")
 COVARIANCE = {"share": 0.2, "low": 0.1, "high": 0.9, "coefficient": 0.7}
 
@@ -401,7 +401,7 @@ def assert_same(found, expected):
 @settings(deadline=None, max_examples=20)
 @given(
     st.lists(st.integers(1, 8), min_size=2, max_size=7),
-    st.sampled_from(AGGREGATIONS),
+    st.sampled_from([*AGGREGATIONS]),
     st.randoms(use_true_random=False),
 )
 def test_any_split_and_order_gives_the_same_loss_gradient_and_metrics(loss, lengths, aggregation, random):
@@ -421,7 +421,7 @@ def test_any_split_and_order_gives_the_same_loss_gradient_and_metrics(loss, leng
 @given(
     lengths=st.lists(st.integers(1, 8), min_size=1, max_size=4),
     paddings=st.lists(st.integers(0, 3), min_size=5, max_size=5),
-    aggregation=st.sampled_from(AGGREGATIONS),
+    aggregation=st.sampled_from([*AGGREGATIONS]),
 )
 def test_padding_and_masked_rows_change_nothing(loss, lengths, paddings, aggregation):
     """Tokens of mask 0 behind each sequence, and a whole sequence of them, whatever stands there."""

@@ -44,7 +44,7 @@ def learn(
     for number, (sequences, loss) in enumerate(zip(batches, losses, strict=True)):
         engine = subject.engine(model, optimizer=UNCLIPPED, **how)
         batch = share(engine, sequences)
-        aggregation = {"aggregation": AGGREGATIONS[number % len(AGGREGATIONS)], "max_length": 16}
+        aggregation = {"aggregation": [*AGGREGATIONS][number % len(AGGREGATIONS)], "max_length": 16}
         with engine.train_mode():
             metrics = engine.forward_backward_batch(batch, loss, **aggregation, forward_only=True)
         found.append((metrics, first_gradient(engine, batch, loss, **aggregation)))

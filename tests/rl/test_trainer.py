@@ -11,12 +11,14 @@ import torch
 from engines.checkpoint import StateStore
 from engines.config import AdamWConfig, EngineConfig, RolloutConfig
 from engines.training.batch import PackedBatch
+from engines.training.batch.weights import seq_mean_token_sum_norm
 from engines.workers.group import build_groups
 from engines.workers.spec import RoleSpec
 from tests.support.models import save_tiny_model
 from workflow.campaign.objectives import ADVANTAGES, POLICY_LOSSES
 from workflow.campaign.schema import AlgorithmConfig, DataConfig, RewardConfig
 from workflow.data import Problem
+from workflow.rl import measure
 from workflow.rl.losses import PolicyLoss, ValueLoss
 from workflow.rl.rewards import Rewarder
 from workflow.rl.trainer import PPOTrainer
@@ -137,6 +139,11 @@ ROWS = {
     **{f"correction={w} {b}": {"correction": {"weights": w, "bound": b}} for w in ("token", "sequence") for b in ("truncate", "mask")},
     "dynamic sampling": {"filter": {"by": "accuracy"}},
     "a user's own": {"advantage": "tests.rl.test_trainer:own_advantage", "policy_loss": "tests.rl.test_trainer:own_loss", "options": {"bonus": 2.0}},
+    "a user's own of everything else": {
+        "aggregation": "tests.rl.test_trainer:own_aggregation",
+        "kl": {"place": "loss", "estimator": "tests.rl.test_trainer:own_divergence+", "coefficient": 0.1},
+        "correction": {"weights": "tests.rl.test_trainer:own_weights", "bound": "tests.rl.test_trainer:own_bound", "reject": "tests.rl.test_trainer:own_measure"},
+    },
 }  # fmt: skip
 
 
@@ -150,12 +157,50 @@ def own_loss(ratios, config):
     return -ratios.ratio * ratios.advantages * config.options["bonus"], {"own": ratios.ratio}
 
 
+def own_aggregation(mask, own, totals, max_length):
+    """A third party's weights: as if each sequence were a mini-batch, and not 0 on what the policy did not write."""
+    return 1 / (own * totals.sequences)
+
+
+def own_divergence(log_ratio):
+    """A third party's KL estimator."""
+    return log_ratio.square()
+
+
+def own_weights(log_weight, batch):
+    """A third party's importance weights."""
+    return log_weight / 2
+
+
+def own_bound(weight, config):
+    """A third party's bound: every token counts thrice."""
+    return weight.clamp(config.low, config.high) * 3
+
+
+def own_measure(log_weight, batch):
+    """A third party's measure of a response: the last one of a step is far away."""
+    return torch.arange(len(batch)).eq(len(batch) - 1) * 10.0
+
+
 @pytest.mark.parametrize("values", ROWS.values(), ids=ROWS.keys())
 def test_every_row_runs_through_the_trainer(trainer_of, values):
     metrics = learns(trainer_of(**values))[-1]
     row = AlgorithmConfig(name="test", **{**SIZE, "advantage": "grpo", **values}).surrogate
     assert ("actor/selected" in metrics) == bool(row.selects)
     assert ("actor/own" in metrics) == (row.reads is None)
+
+
+def test_a_users_own_functions_are_those_that_count(trainer_of, kept):
+    """The bound triples weights, the measure rejects the last response, the divergence is log r squared."""
+    trainer = trainer_of(**ROWS["a user's own of everything else"])
+    metrics = trainer.step()
+    (batch,) = kept
+    chosen = batch.tokens["loss_mask"] > 0
+    assert metrics["rejected"] == 1 / trainer.algorithm.samples_per_step
+    assert trainer.algorithm.aggregator.load().__code__ == own_aggregation.__code__
+    torch.testing.assert_close(batch.tokens["correction"][chosen], torch.full((int(chosen.sum()),), 3.0))
+    apart = batch.with_tokens(reference_log_probs=batch.tokens["old_log_probs"] - 2)
+    assert measure.before_update(apart, trainer.algorithm.kl)["reference_kl"] == pytest.approx(4)
 
 
 def test_an_update_is_told_what_the_configuration_says(trainer_of, monkeypatch):
@@ -185,7 +230,7 @@ def test_an_update_is_told_what_the_configuration_says(trainer_of, monkeypatch):
         assert how == {
             "mini_batch_size": 4,
             "epochs": 2,
-            "aggregation": "seq-mean-token-sum-norm",
+            "aggregation": seq_mean_token_sum_norm,
             "max_length": ROLLOUT.max_new_tokens,
         }
 

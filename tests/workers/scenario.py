@@ -16,6 +16,7 @@ from engines.config import EngineConfig, LayoutConfig, OptimizerConfig, RolloutC
 from engines.rollout.base import Request, SamplingParams
 from engines.streams import stream_key
 from engines.training.batch import PackedBatch
+from engines.training.batch.weights import seq_mean_token_mean
 from engines.training.schedule import Metrics
 from engines.workers.group import WorkerGroup
 from engines.workers.spec import RoleSpec
@@ -77,7 +78,7 @@ def iterate(group: WorkerGroup, steps: int = 2) -> list[dict[str, Any]]:
             mini_batch_size=8,
             epochs=2,
             shuffle_key=stream_key("shuffle", step),
-            aggregation="seq-mean-token-mean",
+            aggregation=seq_mean_token_mean,
         )
         history.append(
             {"batch": batch, "outputs": {**log_probs, "values": values}, "actor": actor, "critic": critic}

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from engines.config import AdamWConfig, Config
-from workflow.campaign.objectives import Objective, find
+from workflow.campaign.objectives import NONE, OPTIONAL, STRAIGHT_THROUGH, Objective, find, tables
 
 MAX_KL_ERROR = 0.2
 """Adaptive: how far a step's KL counts as off its target, as a share of it."""
@@ -18,8 +18,8 @@ class KLConfig(Config):
 
     place: Literal["none", "reward", "loss"] = "none"
     """Where the penalty goes; none builds no reference model."""
-    estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = "k3"
-    """Schulman, Approximating KL Divergence. With + (only with place=loss) its value has the gradient of k2, which is that of the KL."""
+    estimator: str = "k3"
+    """k1, k2, k3, abs (Schulman, Approximating KL Divergence), or module:function. With + behind it (only with place=loss) its value has the gradient of k2, which is that of the KL."""
     coefficient: float = Field(0.001, ge=0)
     """Weight of the penalty (the initial one when adaptive)."""
     adaptive: bool = False
@@ -29,16 +29,32 @@ class KLConfig(Config):
     horizon: int = Field(10_000, ge=1)
     """Adaptive: samples over which the coefficient adapts; more than a fifth of a step's."""
 
+    @property
+    def straight_through(self) -> bool:
+        """Whether the estimator's value has the gradient of k2."""
+        return self.estimator.endswith(STRAIGHT_THROUGH)
+
+    @property
+    def divergence(self) -> Objective:
+        """The row of the estimator."""
+        return find("kl.estimator", self.estimator)
+
+    @field_validator("estimator")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        find("kl.estimator", name)
+        return name
+
     @model_validator(mode="after")
     def _places(self) -> KLConfig:
         if self.adaptive and self.place == "none":
             raise ValueError("adaptive=true needs place=reward or place=loss")
         if self.adaptive and self.coefficient == 0:
             raise ValueError("coefficient=0: adaptive=true multiplies it, so it stays 0; it must be above 0")
-        if self.estimator.endswith("+") and self.place == "reward":
+        if self.straight_through and self.place == "reward":
             raise ValueError(
                 f"estimator={self.estimator!r}: a reward has no gradient, so + changes nothing with place=reward; "
-                f"write {self.estimator.rstrip('+')}"
+                f"write {self.estimator.removesuffix(STRAIGHT_THROUGH)}"
             )
         return self
 
@@ -74,20 +90,43 @@ class CovarianceConfig(Config):
 class CorrectionConfig(Config):
     """What is done about a rollout that does not compute quite the policy that is trained: w = p_old / p_rollout."""
 
-    weights: Literal["none", "token", "sequence"] = "none"
-    """Multiply each token's policy term by w, of the token or the product over its response."""
-    bound: Literal["truncate", "mask"] = "truncate"
-    """truncate: min(w, high) (Yao et al., truncated importance sampling). mask: 0 outside of low to high (IcePop)."""
+    weights: str = NONE
+    """none, token, sequence: multiply each token's policy term by w, of the token or the product over its response; or module:function."""
+    bound: str = "truncate"
+    """truncate: min(w, high) (Yao et al., truncated importance sampling). mask: 0 outside of low to high (IcePop). Or module:function."""
     low: float = Field(0.5, gt=0)
     """mask: smallest w that counts."""
     high: float = Field(2.0, gt=0)
     """Largest w."""
-    reject: Literal["none", "mean", "product"] = "none"
-    """Reject whole responses by the geometric mean or the product of w over their tokens; they leave their group too."""
+    reject: str = NONE
+    """none, mean, product: reject whole responses by the geometric mean or the product of w over their tokens; they leave their group too. Or module:function."""
     reject_low: float = Field(0.99, gt=0)
     """Smallest mean or product that is kept."""
     reject_high: float = Field(1.01, gt=0)
     """Largest mean or product that is kept."""
+
+    @property
+    def weighting(self) -> Objective | None:
+        """The row of the weights."""
+        return None if self.weights == NONE else find("correction.weights", self.weights)
+
+    @property
+    def bounding(self) -> Objective:
+        """The row of their bound."""
+        return find("correction.bound", self.bound)
+
+    @property
+    def rejection(self) -> Objective | None:
+        """The row of what responses are rejected by."""
+        return None if self.reject == NONE else find("correction.reject", self.reject)
+
+    @field_validator("weights", "bound", "reject")
+    @classmethod
+    def _known(cls, name: str, info: Any) -> str:
+        key = f"correction.{info.field_name}"
+        if name != NONE or key not in OPTIONAL:
+            find(key, name)
+        return name
 
     @model_validator(mode="after")
     def _bounds(self) -> CorrectionConfig:
@@ -123,10 +162,8 @@ class AlgorithmConfig(Config):
     """Passes over an iteration's samples."""
     shuffle: bool = False
     """Shuffle samples before mini-batches are cut, anew in each epoch."""
-    aggregation: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "token-mean"
-    """How token terms become one loss (DESIGN: exact loss)."""
+    aggregation: str = "token-mean"
+    """How token terms become one loss: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm, or module:function."""
     advantage: str | None = None
     """Advantage estimator: a name of the table in docs/objectives.md, or module:function. Not set: grpo or gae, as name is grpo or ppo."""
     policy_loss: str = "ppo"
@@ -190,11 +227,16 @@ class AlgorithmConfig(Config):
         return find("policy_loss", self.policy_loss)
 
     @property
+    def aggregator(self) -> Objective:
+        """The row of the aggregation."""
+        return find("aggregation", self.aggregation)
+
+    @property
     def has_critic(self) -> bool:
         """Whether a value model is trained."""
         return self.name != "sft" and self.estimator.critic
 
-    @field_validator("advantage", "policy_loss")
+    @field_validator("advantage", "policy_loss", "aggregation")
     @classmethod
     def _known(cls, name: str | None, info: Any) -> str | None:
         if name is not None:
@@ -203,6 +245,7 @@ class AlgorithmConfig(Config):
 
     @model_validator(mode="after")
     def _fits(self) -> AlgorithmConfig:
+        tables()  # refuses what third parties may not add
         if self.advantage is None and self.name not in _ESTIMATOR_OF:
             raise ValueError(
                 f"name={self.name!r}: only {', '.join(map(repr, _ESTIMATOR_OF))} say which advantage estimator is meant; "

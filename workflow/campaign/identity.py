@@ -15,7 +15,7 @@ from typing import Any
 from engines.checkpoint.verify import sha256
 from engines.config import ConfigError, nearest
 from workflow.campaign.hub import is_hub
-from workflow.campaign.objectives import find
+from workflow.campaign.objectives import NONE, TABLES, find
 from workflow.campaign.paths import ABSENT, lookup, replaced, without
 from workflow.campaign.schema import RunConfig, default_of
 from workflow.campaign.stages import Stage
@@ -179,9 +179,14 @@ def _function_content(key: str, value: str) -> str:
 
 
 def _objective_content(key: str, value: str) -> str:
-    """A row of Baton's own is known by its name, a third party's by its source."""
-    row = find(key.rpartition(".")[2], value)
-    return value if row.reads is not None else _function_content(key, row.function)
+    """A row of Baton's own is known by its name, a third party's by its source too."""
+    if value == NONE:
+        return value
+    row = find(key.removeprefix("algorithm."), value)
+    if row.reads is not None:
+        return value
+    usage = value.removeprefix(row.name)  # a KL estimator's +
+    return _function_content(key, row.function) + usage
 
 
 def _check_function(key: str, value: str, function: str, file: Path) -> None:
@@ -222,8 +227,7 @@ _CONTENT_PATHS = {
     "data.heldout_file": _path_content,
     "reward.function": _function_content,
     "data.wrong_answer": _function_content,
-    "algorithm.advantage": _objective_content,
-    "algorithm.policy_loss": _objective_content,
+    **{f"algorithm.{key}": _objective_content for key in TABLES},
 }
 
 

@@ -1,7 +1,6 @@
-"""The tables of advantage estimators and policy losses: what each is called, where its function is, and what it needs. No torch.
+"""The tables of what an objective is made of: what each function is called, where it is, and what it needs. No torch.
 
-Third parties add rows by entry points, ``baton.advantages`` and ``baton.policy_losses``, or are named in the configuration
-as module:function.
+Third parties add rows by the entry points in ``ENTRY_POINTS``, or are named in the configuration as module:function.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class DuplicateObjectiveError(ValueError):
 
 @dataclass(frozen=True)
 class Objective:
-    """One row: an advantage estimator or a policy loss."""
+    """One row: a function that a configuration can choose."""
 
     name: str
     function: str
@@ -52,6 +51,7 @@ def load_function(path: str) -> Callable[..., Any]:
 _GAE_KEYS = ("gamma", "gae_lambda", "normalize_by_std", "value_clip", "critic_warmup_steps", "critic_lr", "critic_optimizer")  # fmt: skip
 _GROUPS, _RETURNS = "workflow.rl.advantages.groups", "workflow.rl.advantages.returns"
 _SURROGATES, _SELECTION = "workflow.rl.losses.surrogates", "workflow.rl.losses.selection"
+_WEIGHTS, _CORRECTION = "engines.training.batch.weights", "workflow.rl.correction"
 _CLIP = ("clip_low", "clip_high")
 
 ADVANTAGES = (
@@ -85,40 +85,94 @@ POLICY_LOSSES = (
     ),
     Objective("reinforce", f"{_SURROGATES}:reinforce"),
 )
-TABLES = {"advantage": ADVANTAGES, "policy_loss": POLICY_LOSSES}
+AGGREGATIONS = tuple(
+    Objective(name, f"{_WEIGHTS}:{name.replace('-', '_')}")
+    for name in ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+)  # fmt: skip
+KL_ESTIMATORS = (
+    Objective("k1", "workflow.rl.kl:k1"),
+    Objective("k2", "workflow.rl.kl:k2"),
+    Objective("k3", "workflow.rl.kl:k3"),
+    Objective("abs", "workflow.rl.kl:absolute"),
+)
+CORRECTION_WEIGHTS = (Objective("token", f"{_CORRECTION}:token"), Objective("sequence", f"{_CORRECTION}:sequence"))  # fmt: skip
+CORRECTION_BOUNDS = (
+    Objective("truncate", f"{_CORRECTION}:truncate"),
+    Objective("mask", f"{_CORRECTION}:mask", ("correction.low",)),
+)
+REJECTIONS = (Objective("mean", f"{_CORRECTION}:mean"), Objective("product", f"{_CORRECTION}:product"))
+TABLES = {
+    "advantage": ADVANTAGES,
+    "policy_loss": POLICY_LOSSES,
+    "aggregation": AGGREGATIONS,
+    "kl.estimator": KL_ESTIMATORS,
+    "correction.weights": CORRECTION_WEIGHTS,
+    "correction.bound": CORRECTION_BOUNDS,
+    "correction.reject": REJECTIONS,
+}
 """By the key of ``algorithm`` that chooses from it."""
-ENTRY_POINTS = {"advantage": "baton.advantages", "policy_loss": "baton.policy_losses"}
+ENTRY_POINTS = {
+    "advantage": "baton.advantages",
+    "policy_loss": "baton.policy_losses",
+    "aggregation": "baton.aggregations",
+    "kl.estimator": "baton.kl_estimators",
+    "correction.weights": "baton.correction_weights",
+    "correction.bound": "baton.correction_bounds",
+    "correction.reject": "baton.rejections",
+}
+STRAIGHT_THROUGH = "+"
+"""Behind the name of a KL estimator: its value with another gradient."""
+NONE = "none"
+OPTIONAL = ("correction.weights", "correction.reject")
+"""The keys that are ``NONE`` where nothing is chosen."""
 
 
 def find(key: str, name: str) -> Objective:
-    """The row ``name`` of the table that ``algorithm.<key>`` chooses from; module:function is a row of its own.
+    """The row that ``algorithm.<key>=name`` chooses; module:function is a row of its own.
 
     Raises:
         ValueError: there is no such row; with the nearest name.
-        DuplicateObjectiveError: a third party's entry point takes a name that is there already.
+        DuplicateObjectiveError: see :func:`tables`; never for a row of Baton's own, which needs no look at what is installed.
     """
+    if key == "kl.estimator":
+        name = name.removesuffix(STRAIGHT_THROUGH)
     if ":" in name:
         return Objective(name, name, reads=None)
-    rows = table(key)
+    for row in TABLES[key]:
+        if row.name == name:
+            return row
+    rows = tables()[key]
     if name not in rows:
-        raise ValueError(f"unknown; {nearest(name, list(rows))} (or module:function)")
+        known = [*rows, *([NONE] if key in OPTIONAL else [])]
+        raise ValueError(f"unknown; {nearest(name, known)} (or module:function)")
     return rows[name]
 
 
 @cache
-def table(key: str) -> Mapping[str, Objective]:
-    """All rows by name, third parties' included.
+def tables() -> Mapping[str, Mapping[str, Objective]]:
+    """All rows by key and name, third parties' included.
 
     Raises:
-        DuplicateObjectiveError: two of them have one name.
+        DuplicateObjectiveError: two of them have one name, or a third party's name means something else.
     """
-    points = importlib.metadata.entry_points(group=ENTRY_POINTS[key])
-    return _by_name(key, [*TABLES[key], *(Objective(p.name, p.value, reads=None) for p in points)])
+    points = importlib.metadata.entry_points()
+    return {
+        key: _by_name(
+            key,
+            [*TABLES[key], *(Objective(p.name, p.value, reads=None) for p in points.select(group=ENTRY_POINTS[key]))],
+        )
+        for key in TABLES
+    }  # fmt: skip
 
 
 def _by_name(key: str, rows: Iterable[Objective]) -> dict[str, Objective]:
     found: dict[str, Objective] = {}
     for row in rows:
+        if row.name == NONE or row.name.endswith(STRAIGHT_THROUGH) or ":" in row.name:
+            raise DuplicateObjectiveError(
+                f"the entry point {row.name!r} in {ENTRY_POINTS[key]} has a name that means something else in "
+                f"algorithm.{key}: rename it"
+            )
         other = found.setdefault(row.name, row)
         if other.function != row.function:
             raise DuplicateObjectiveError(

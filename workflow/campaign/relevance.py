@@ -26,13 +26,10 @@ _RULES: tuple[tuple[tuple[str, ...], _Test, str], ...] = (
     (("reference", "algorithm.kl.estimator", "algorithm.kl.coefficient"),
      lambda run: run.algorithm.kl.place != "none", "algorithm.kl.place=none builds no reference model"),
     (("algorithm.kl.target", "algorithm.kl.horizon"), lambda run: run.algorithm.kl.adaptive, "algorithm.kl.adaptive=false"),
-    (("algorithm.correction.bound", "algorithm.correction.high"),
-     lambda run: run.algorithm.correction.weights != "none", "algorithm.correction.weights=none"),
-    (("algorithm.correction.low",),
-     lambda run: run.algorithm.correction.weights != "none" and run.algorithm.correction.bound == "mask",
-     "only algorithm.correction.bound=mask with weights has a lower bound"),
+    (("algorithm.correction.bound", "algorithm.correction.low", "algorithm.correction.high"),
+     lambda run: run.algorithm.correction.weighting is not None, "algorithm.correction.weights=none"),
     (("algorithm.correction.reject_low", "algorithm.correction.reject_high"),
-     lambda run: run.algorithm.correction.reject != "none", "algorithm.correction.reject=none"),
+     lambda run: run.algorithm.correction.rejection is not None, "algorithm.correction.reject=none"),
     (("algorithm.filter.max_rounds",), lambda run: run.algorithm.filter.by != "none", "algorithm.filter.by=none"),
     (("reward.overlong.penalty",), lambda run: run.reward.overlong.buffer > 0, "reward.overlong.buffer=0"),
     (("algorithm.options",), lambda run: None in (run.algorithm.estimator.reads, run.algorithm.surrogate.reads),
@@ -83,17 +80,25 @@ def check_relevant(runs: Mapping[str, tuple[RunConfig, Sequence[str]]], shared: 
 
 
 def _objective_rules(run: RunConfig) -> list[tuple[tuple[str, ...], _Test, str]]:
-    """What only some estimators and losses read, unless the two that the run has do."""
-    if run.algorithm.name == "sft":
-        why, chosen = "algorithm=sft has no RL stage", ()
-    else:
-        chosen = (run.algorithm.estimator, run.algorithm.surrogate)
-        names = (f"algorithm.{key}={row.name}" for key, row in zip(TABLES, chosen, strict=True))
-        why = f"{' and '.join(names)} do not read it"
-    read = {key for row in chosen for key in _keys(row)}
-    known = {key for table in TABLES.values() for row in table for key in _keys(row)}
-    unread = tuple(f"algorithm.{key}" for key in sorted(known - read))
-    return [(unread, lambda _: any(row.reads is None for row in chosen), why)]
+    """What only some rows of the tables read, unless the rows that the run has do."""
+    algorithm = run.algorithm
+    if algorithm.name == "sft":
+        keys = tuple(f"algorithm.{key}" for table in TABLES.values() for row in table for key in _keys(row))
+        return [(keys, lambda _: False, "algorithm=sft has no RL stage")]
+    chosen = {}
+    if algorithm.correction.weighting is not None:
+        chosen["correction.bound"] = algorithm.correction.bounding
+    given_the_section = {"advantage": algorithm.estimator, "policy_loss": algorithm.surrogate}
+    if all(row.reads is not None for row in given_the_section.values()):  # else they may read any key
+        chosen |= given_the_section
+    return [
+        (
+            tuple(f"algorithm.{key}" for other in TABLES[table] for key in _keys(other) if key not in _keys(row)),
+            lambda _, row=row: row.reads is None,
+            f"algorithm.{table}={row.name} does not read it",
+        )
+        for table, row in chosen.items()
+    ]  # fmt: skip
 
 
 def _keys(row: Objective) -> tuple[str, ...]:

@@ -21,31 +21,49 @@ def log_weights(batch: PackedBatch) -> Tensor:
     return difference * batch.tokens["loss_mask"]
 
 
-def importance_weights(batch: PackedBatch, config: CorrectionConfig) -> Tensor:
-    """(tokens,) float32: what each token's policy term is multiplied by.
+def token(log_weight: Tensor, batch: PackedBatch) -> Tensor:
+    """log w_t (importance sampling by token)."""
+    return log_weight
 
-    weights=token: w_t; weights=sequence: the product of w over the response. bound=truncate: min(w, high) (Yao et al., Your
-    Efficient RL Framework Secretly Brings You Off-Policy RL Training, TIS). bound=mask: w where low <= w <= high, else 0 (Ling
-    Team, Every Step Evolves, IcePop). A token with weight 0 keeps its place in every denominator.
-    """
-    log_weight = log_weights(batch)
-    if config.weights == "sequence":
-        log_weight = torch.repeat_interleave(per_sequence_sum(log_weight, batch), batch.lengths)
-    weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    if config.bound == "mask":
-        weight = torch.where((weight >= config.low) & (weight <= config.high), weight, 0.0)
-    return weight.clamp(max=config.high).float()
+
+def sequence(log_weight: Tensor, batch: PackedBatch) -> Tensor:
+    """Sum of log w over the response (importance sampling by sequence)."""
+    return torch.repeat_interleave(product(log_weight, batch), batch.lengths)
+
+
+def truncate(weight: Tensor, config: CorrectionConfig) -> Tensor:
+    """min(w, high) (Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training: TIS)."""
+    return weight.clamp(max=config.high)
+
+
+def mask(weight: Tensor, config: CorrectionConfig) -> Tensor:
+    """w where low <= w <= high, else 0; the token keeps its place in every denominator (Ling Team, Every Step Evolves: IcePop)."""
+    return torch.where((weight >= config.low) & (weight <= config.high), weight, 0.0)
+
+
+def mean(log_weight: Tensor, batch: PackedBatch) -> Tensor:
+    """Mean of log w over a response (Liu et al., When Speed Kills Stability: the geometric mean of w)."""
+    tokens = per_sequence_sum(torch.ones(batch.num_tokens), batch).clamp(min=1)
+    return product(log_weight, batch) / tokens
+
+
+def product(log_weight: Tensor, batch: PackedBatch) -> Tensor:
+    """Sum of log w over a response (Liu et al., as above)."""
+    return per_sequence_sum(log_weight, batch)
+
+
+def importance_weights(batch: PackedBatch, config: CorrectionConfig) -> Tensor:
+    """(tokens,) float32: what each token's policy term is multiplied by, w of ``config.weights`` within ``config.bound``."""
+    log_weight = config.weighting.load()(log_weights(batch), batch)
+    return config.bounding.load()(log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), config).float()
 
 
 def reject(batch: PackedBatch, config: CorrectionConfig) -> PackedBatch:
-    """Take all loss tokens, and with them the reward, from responses whose w is outside of reject_low to reject_high.
+    """Take all loss tokens, and with them the reward, from responses whose w (``config.reject``) is outside of reject_low to reject_high.
 
-    reject=mean: the geometric mean of w over the response; reject=product: the product (Liu et al., When Speed Kills
-    Stability). A rejected response is in no statistic of its group, in no loss and in no denominator.
+    A rejected response is in no statistic of its group, in no loss and in no denominator.
     """
-    log_ratio = per_sequence_sum(log_weights(batch), batch)
-    if config.reject == "mean":
-        log_ratio = log_ratio / per_sequence_sum(torch.ones(batch.num_tokens), batch).clamp(min=1)
+    log_ratio = config.rejection.load()(log_weights(batch), batch)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     kept = torch.repeat_interleave(
         (ratio >= config.reject_low) & (ratio <= config.reject_high), batch.lengths
@@ -55,9 +73,9 @@ def reject(batch: PackedBatch, config: CorrectionConfig) -> PackedBatch:
 
 def correct(batch: PackedBatch, config: CorrectionConfig) -> PackedBatch:
     """Reject responses and add ``correction``, as ``config`` says."""
-    if config.weights != "none":
+    if config.weighting:
         batch = batch.with_tokens(correction=importance_weights(batch, config))
-    return batch if config.reject == "none" else reject(batch, config)
+    return reject(batch, config) if config.rejection else batch
 
 
 def mismatch(batch: PackedBatch) -> dict[str, float]:

@@ -10,21 +10,40 @@ from torch import Tensor
 
 from workflow.campaign.algorithm import MAX_KL_ERROR, KLConfig
 
-ESTIMATORS = ("k1", "k2", "k3", "abs")
-"""Each also with + behind its name: straight through."""
-
 # exp() of a log-ratio beyond this says no more than "far away" and would overflow.
 MAX_LOG_RATIO = 20.0
 
 
-def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str) -> Tensor:
+def k1(log_ratio: Tensor) -> Tensor:
+    """-log r, with log r = log p_reference - log p_policy: unbiased, can be negative (Schulman, Approximating KL Divergence, 2020)."""
+    return -log_ratio
+
+
+def k2(log_ratio: Tensor) -> Tensor:
+    """(log r)^2 / 2: biased, never negative; over samples of the policy the mean of its gradient is that of the KL (Schulman, as above)."""
+    return log_ratio.square() / 2
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """(r - 1) - log r: unbiased, never negative (Schulman, as above).
+
+    Where log r is above ``MAX_LOG_RATIO`` it is that of the bound, without a gradient; below, where r is near 0, nothing bounds it.
+    """
+    # Not inside expm1 only: that would leave the gradient of - log r, which leads away from the reference.
+    bounded = log_ratio.clamp(max=MAX_LOG_RATIO)
+    return torch.expm1(bounded) - bounded
+
+
+def absolute(log_ratio: Tensor) -> Tensor:
+    """|log r|: biased, never negative."""
+    return log_ratio.abs()
+
+
+def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, config: KLConfig) -> Tensor:
     """Per-token estimate of KL(policy || reference) from tokens that the policy sampled.
 
-    With log r = log p_reference - log p_policy: k1 = -log r; k2 = (log r)^2 / 2; k3 = (r - 1) - log r
-    (Schulman, Approximating KL Divergence, 2020); abs = |log r|. k1 and k3 are unbiased, k2 and k3 never negative.
-    With + behind the name, the value is the estimator's and the gradient that of k2: over samples of the policy its mean is
-    the KL's gradient, while k1's has mean 0 and k3's is that of the reverse KL(reference || policy). Where log r is above
-    ``MAX_LOG_RATIO``, k3 is that of the bound, without a gradient; below, where r is near 0, nothing bounds it.
+    Straight through, the value is the estimator's and the gradient that of k2: over samples of the policy its mean is
+    the KL's gradient, while k1's has mean 0 and k3's is that of the reverse KL(reference || policy).
 
     Args:
         log_probs, reference_log_probs: any equal shape.
@@ -33,24 +52,11 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str) 
         The same shape; differentiable in ``log_probs``.
     """
     log_ratio = reference_log_probs - log_probs
-    if estimator.endswith("+"):
-        through = log_ratio.square() / 2
-        return kl_estimate(log_probs, reference_log_probs, estimator[:-1]).detach() + (
-            through - through.detach()
-        )
-    if estimator == "k1":
-        return -log_ratio
-    if estimator == "k2":
-        return log_ratio.square() / 2
-    if estimator == "k3":
-        # Not inside expm1 only: that would leave the gradient of - log r, which leads away from the reference.
-        bounded = log_ratio.clamp(max=MAX_LOG_RATIO)
-        return torch.expm1(bounded) - bounded
-    if estimator == "abs":
-        return log_ratio.abs()
-    raise ValueError(
-        f"kl.estimator={estimator!r} is unknown; known: {', '.join(ESTIMATORS)}, each also with +"
-    )
+    estimate = config.divergence.load()(log_ratio)
+    if not config.straight_through:
+        return estimate
+    through = k2(log_ratio)
+    return estimate.detach() + (through - through.detach())
 
 
 @dataclass

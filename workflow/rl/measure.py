@@ -59,7 +59,7 @@ def before_update(batch: PackedBatch, kl: KLConfig) -> dict[str, float]:
 
 def divergence(batch: PackedBatch, config: KLConfig) -> Tensor:
     """(tokens,) estimated KL from the reference of the policy that sampled."""
-    return kl_estimate(batch.tokens["old_log_probs"], batch.tokens["reference_log_probs"], config.estimator)
+    return kl_estimate(batch.tokens["old_log_probs"], batch.tokens["reference_log_probs"], config)
 
 
 def response_divergence(batch: PackedBatch, config: KLConfig) -> Tensor:

@@ -323,7 +323,7 @@ class PPOTrainer:
             mini_batch_size=config.mini_batch_size,
             epochs=config.epochs,
             shuffle_key=stream_key(self.run, "shuffle", role, self.steps_done) if config.shuffle else None,
-            aggregation=config.aggregation,
+            aggregation=config.aggregator.load(),
             max_length=self.rollout_config.max_new_tokens,
             **select,
         )

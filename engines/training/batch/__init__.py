@@ -11,11 +11,12 @@ from engines.training.batch.split import (
     sequence_costs,
     split_micro_batches,
 )
-from engines.training.batch.weights import AGGREGATIONS, LossTotals, loss_totals, loss_weights
+from engines.training.batch.weights import AGGREGATIONS, Aggregation, LossTotals, loss_totals, loss_weights
 
 __all__ = [
     "AGGREGATIONS",
     "NO_PADDING",
+    "Aggregation",
     "Alignment",
     "LossTotals",
     "MicroBatch",

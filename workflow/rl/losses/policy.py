@@ -33,7 +33,7 @@ class PolicyLoss:
     def fields(self) -> tuple[str, ...]:
         """The per-token fields that the trainer has to give a batch."""
         noise = ("noise",) if self.algorithm.surrogate.selects else ()
-        correction = ("correction",) if self.algorithm.correction.weights != "none" else ()
+        correction = ("correction",) if self.algorithm.correction.weighting else ()
         reference = ("reference_log_probs",) if self.algorithm.kl.place == "loss" else ()
         return ("old_log_probs", "advantages", *noise, *correction, *reference)
 
@@ -45,7 +45,7 @@ class PolicyLoss:
     def __call__(self, outputs: ModelOutputs, batch: PackedBatch) -> tuple[Tensor, Metrics]:
         config, ratios = self.algorithm, Ratios(outputs.log_probs, batch)
         terms, fields = config.surrogate.load()(ratios, config)
-        if config.correction.weights != "none":
+        if config.correction.weighting:
             terms = terms * batch.tokens["correction"]
         metrics = {
             "policy_loss": terms,
@@ -58,7 +58,7 @@ class PolicyLoss:
         if config.entropy_coefficient:
             terms = terms - config.entropy_coefficient * outputs.entropy
         if config.kl.place == "loss":
-            kl = kl_estimate(outputs.log_probs, batch.tokens["reference_log_probs"], config.kl.estimator)
+            kl = kl_estimate(outputs.log_probs, batch.tokens["reference_log_probs"], config.kl)
             terms = terms + self.kl_coefficient * kl
             metrics["kl"] = kl
         return terms, over_loss_tokens(metrics, batch.tokens["loss_mask"])
