@@ -72,7 +72,7 @@ def set_variables(variables: Mapping[str, str], reader: str) -> None:
         needed = ", ".join(f"{name}={variables[name]}" for name in others)
         raise DeterminismError(
             f"engine.deterministic=True: the environment says {found}, and {reader} needs {needed}: take it out of the environment "
-            "(the shell, or site.devices.<key>.setup), or leave engine.deterministic out"
+            "(the shell, or site.devices.<key>.environment.setup), or leave engine.deterministic out"
         )
     for name, value in variables.items():
         os.environ.setdefault(name, value)

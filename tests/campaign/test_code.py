@@ -5,7 +5,15 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from workflow.campaign.code import code_digest, environment_digest, snapshot, source_commit
+from engines.registry import EngineRegistry
+from workflow.campaign.code import (
+    ENVIRONMENTS,
+    code_digest,
+    environment_digest,
+    snapshot,
+    source_commit,
+    source_root,
+)
 
 
 def git(folder: Path, *words: str) -> str:
@@ -59,3 +67,9 @@ def test_the_digest_of_an_environment_is_of_all_that_is_installed_in_it(tmp_path
     (tmp_path / "env" / "torch.txt").write_text("one==2\n")
     assert environment_digest(tmp_path, "cpu") != after[0]
     assert environment_digest(tmp_path, "cpu+megatron") != after[1]
+
+
+def test_every_environment_that_users_are_sent_to_is_there():
+    named = {f"env/{triple.environment}.txt" for triple in EngineRegistry.triples()}
+    named |= {name for names in ENVIRONMENTS.values() for name in names}
+    assert [name for name in sorted(named) if not (source_root() / name).is_file()] == []

@@ -55,7 +55,11 @@ def test_the_seed_of_the_command_line_wins():
 
 def test_quotes_keep_blanks():
     assert split_words("data.prompt='a b' seed=1") == ["data.prompt=a b", "seed=1"]
-    with pytest.raises(ConfigError, match="No closing quotation"):
+    words = split_words(
+        r'reward.pattern="answer:\s*(\d+)" reward.kind=regex'
+    )  # as docs/getting-started.md has it
+    assert words == [r"reward.pattern=answer:\s*(\d+)", "reward.kind=regex"]
+    with pytest.raises(ConfigError, match=r"No closing quotation.*put another key=value behind it"):
         split_words("data.prompt='a b")
 
 

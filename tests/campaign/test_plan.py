@@ -30,6 +30,11 @@ def plan_of(**options):
     return plan_campaign(read_options({"campaign": "drill", "site": "local", **options}), ROOT)[0]
 
 
+def test_what_snakemake_read_as_a_mapping_is_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match="': ' belongs in a campaign's file"):
+        read_options({"set": {"reward.pattern='answer": "(.*)'"}})
+
+
 def stages_of(plan, run):
     ids = plan.runs[run].ids()
     return {(plan.stages[id].stage, plan.stages[id].slug): plan.stages[id] for id in ids}

@@ -8,6 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from snakemake.cli import parse_config
+
+from workflow.campaign.head import read_options
+from workflow.campaign.overrides import read_overrides, split_words
+from workflow.campaign.schema import RunConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -45,6 +50,21 @@ def test_marked_examples_run(copy: Path, page: str, block: str) -> None:
 
 def test_there_are_marked_examples() -> None:
     assert {"README.md", "getting-started.md"} <= {page for page, _ in EXAMPLES}
+
+
+SETTINGS = [
+    (page.name, words)
+    for page in PAGES
+    for words in re.findall(r"set='([^'\n.][^'\n]*)'", page.read_text(encoding="utf-8"))
+]
+
+
+@pytest.mark.parametrize(("page", "words"), SETTINGS)
+def test_settings_can_be_given_as_they_stand(page: str, words: str) -> None:
+    """Through Snakemake's own reading of set='...'; what a key can be is refused when a campaign is composed."""
+    options = read_options(parse_config([f"set={words}"]))
+    overrides = read_overrides(split_words(options.set), ROOT / "configs")
+    assert all(key.partition(".")[0] in RunConfig.model_fields for key, _ in overrides.values)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

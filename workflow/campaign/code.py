@@ -18,7 +18,7 @@ COMMIT_FILE = "git_commit.txt"
 """In a snapshot, the commit that it was made from."""
 ENVIRONMENTS = {
     "cpu": ("env/torch.txt", "env/cpu-light.txt"),
-    "cuda": ("env/cuda.txt",),
+    "cuda": ("env/cuda.txt", "env/torch.txt", "env/cpu-light.txt"),
     "npu": ("env/ascend.txt", "env/cpu-light.txt"),
 }
 """Lock files of the stage environments, by device key."""

@@ -207,6 +207,8 @@ def read_options(config: Mapping[str, Any]) -> CampaignOptions:
     values = dict(config)
     if isinstance(values.get("set"), (list, tuple)):
         values["set"] = " ".join(str(word) for word in values["set"])
+    if isinstance(values.get("set"), Mapping):  # Snakemake has read its text as YAML
+        raise ConfigError(f"--config set={values['set']!r}: a value with ': ' belongs in a campaign's file")
     if "campaign" in values:
         values["campaign"] = str(values["campaign"])
     return parse(CampaignOptions, values, path="--config")

@@ -40,7 +40,8 @@ def split_words(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise ConfigError(f"set={text!r}: {error}") from None
+        hint = "Snakemake takes a quote off the end of set=...: put another key=value behind it, or all into a campaign's file"
+        raise ConfigError(f"set={text!r}: {error}; {hint}") from None
 
 
 def read_overrides(words: Iterable[str], configs: Path) -> Overrides:
