@@ -109,7 +109,10 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden, weight, labels, entropies, kept = ctx.saved_tensors
         if not entropies.numel():
             grad_entropies = None
-        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        several = labels.shape[0] > ctx.chunk
+        grad_hidden = torch.zeros_like(hidden)
+        # Parts are added in float32: in half precision a sum of hundreds of them grows no further.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32 if several else weight.dtype)
         for start in range(0, labels.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             scores = kept
@@ -127,5 +130,8 @@ class _TokenLogProbs(torch.autograd.Function):
                 gradient.scatter_add_(1, place, grad_log_probs[part, None] * there)
             gradient = gradient.div_(ctx.temperature).to(hidden.dtype)
             grad_hidden[part] = gradient @ weight
-            grad_weight.addmm_(gradient.T, hidden[part])
-        return grad_hidden, grad_weight, None, None, None, None
+            if grad_weight.dtype == hidden.dtype:
+                grad_weight.addmm_(gradient.T, hidden[part])
+            else:
+                grad_weight += gradient.T @ hidden[part]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None

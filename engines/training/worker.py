@@ -115,7 +115,7 @@ class TrainingWorker:
             state = self.engine.sharded_state()
             for name, tensor in state.items():
                 if name.startswith("optimizer."):
-                    tensor.zero_()
+                    getattr(tensor, "local", tensor).zero_()
             self.engine.load_sharded_state(state)
         self.engine.load_scalar_state(self._initial_scalars)
 

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from engines.config import AdamWConfig, ConfigError
 from workflow.campaign.code import code_digest, environment_digest, snapshot, source_root
 from workflow.campaign.head import plan_campaign, read_options
+from workflow.campaign.identity import without_execution
 from workflow.campaign.plan import PlanError, read_plan, write_plan
 from workflow.campaign.segments import cut_steps
 from workflow.campaign.slice import Slice, UndeclaredConfigRead
-from workflow.campaign.stages import STAGES
+from workflow.campaign.stages import STAGES, TRAIN
 from workflow.stages.train import role_specs
 
 ROOT = source_root()
@@ -104,6 +105,15 @@ def test_what_only_says_how_to_compute_is_not_learnt(words):
     one, two = (spec_of(plan_of(set=text), "ppo", "train") for text in ("", words))
     assert one.identity != two.identity
     assert one.learning_identity == two.learning_identity
+
+
+def test_the_auxiliary_loss_of_a_mixture_is_learnt():
+    def seen(**engine):
+        engine = {"backend": "megatron", "seed": 0, **engine}
+        return without_execution({"actor": {"engine": engine}}, TRAIN)["actor"]["engine"]
+
+    assert seen(moe_aux_loss_coefficient=0.01) == {"seed": 0, "moe_aux_loss_coefficient": 0.01}
+    assert seen(moe_aux_loss_coefficient=0.0) == seen() == {"seed": 0}  # as before there was such a key
 
 
 @pytest.mark.parametrize(

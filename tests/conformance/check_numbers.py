@@ -177,6 +177,21 @@ def check_bfloat16(subject: Subject) -> None:
         )
 
 
+def check_bfloat16_sums(subject: Subject) -> None:
+    """Micro-batches are added in float32: 512 equal ones have the gradient of two, where a sum in bfloat16 would stop at 256."""
+    model, sequence = subject.model(), make_sequences(0, VOCAB_SIZE)[1]
+    (few, *_), (many, *_) = (
+        subject.run(_mean_gradient, model, [sequence] * count, timeout=200) for count in (2, 512)
+    )
+    require_close_tensors("gradient", many, few, 1e-3)
+
+
+def _mean_gradient(subject: Subject, model: Path, sequences: list[Sequence]) -> dict[str, Tensor]:
+    one_by_one = {"dtype": "bfloat16", "dynamic_micro_batches": False, "micro_batch_size": 1}
+    engine = subject.engine(model, optimizer=UNCLIPPED, **one_by_one)
+    return first_gradient(engine, share(engine, sequences), subject.loss, aggregation="seq-mean-token-mean")
+
+
 def _cosine(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
     a, b = (
         torch.cat([tensors[name].flatten().double() for name in sorted(second)])

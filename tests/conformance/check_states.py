@@ -34,11 +34,14 @@ SCHEDULED = {**ADAMW, "scheduler": {"name": "cosine", "warmup_steps": 3}}
 TOTAL_STEPS = 8
 
 
-def check_export(subject: Subject, family: str = "qwen3") -> None:
-    """Untrained weights leave the engine as they stand in the source's files: names once each, bits, same order everywhere."""
+def check_export(subject: Subject, family: str = "qwen3", dtype: str = "float32") -> None:
+    """Untrained weights leave the engine as they stand in the source's files: names once each, bits, same order everywhere.
+
+    Whatever it computes with: a training that starts from rounded weights starts from another model.
+    """
     model = subject.model(family)
     source = {name: t for file in model.glob("*.safetensors") for name, t in load_file(file).items()}
-    ranks = subject.run(_export, model)
+    ranks = subject.run(_export, model, dtype)
     for weights in ranks:
         names = [name for name, _ in weights]
         require_same_names("export", names, source)
@@ -46,8 +49,8 @@ def check_export(subject: Subject, family: str = "qwen3") -> None:
         require_equal_tensors("export", dict(weights), source)
 
 
-def _export(subject: Subject, model: Path) -> list[tuple[str, Tensor]]:
-    return exported(subject.engine(model))
+def _export(subject: Subject, model: Path, dtype: str) -> list[tuple[str, Tensor]]:
+    return exported(subject.engine(model, dtype=dtype))
 
 
 def check_resume(subject: Subject, target: Subject | None = None, **model: Any) -> None:

@@ -25,6 +25,7 @@ from tests.conformance.check_contract import (
 from tests.conformance.check_numbers import (
     batches,
     check_bfloat16,
+    check_bfloat16_sums,
     check_inference,
     check_schedule,
     check_training,
@@ -181,6 +182,33 @@ def test_ranks_that_share_sequences_have_as_many_heads_as_they_need(
 @on_two_ranks
 def test_bfloat16(subject: Subject) -> None:
     check_bfloat16(subject)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2", "megatron"])
+@pytest.mark.parametrize("layout", ["world 1", "world 2"])
+def test_bfloat16_adds_micro_batches_in_float32(backend: str, layout: str) -> None:
+    check_bfloat16_sums(
+        Subject(
+            "language_model",
+            backend,
+            layout="DP2+DO" if (backend, layout) == ("megatron", "world 2") else layout,
+        )
+    )
+
+
+@pytest.mark.parametrize("model_type", ["language_model", "value_model"])
+@pytest.mark.parametrize(
+    ("backend", "layout"),
+    [
+        ("fsdp", "world 2"),
+        ("fsdp2", "world 2"),
+        *(("megatron", layout) for layout in ("world 1", "DP2+DO", "PP2")),
+    ],
+)
+def test_bfloat16_starts_from_the_weights_that_are_in_the_files(
+    model_type: str, backend: str, layout: str
+) -> None:
+    check_export(Subject(model_type, backend, layout=layout), dtype="bfloat16")
 
 
 @on_two_ranks

@@ -77,6 +77,20 @@ def test_log_probs_and_entropy_with_their_gradients(
         torch.testing.assert_close(found_gradient, gradient, rtol=1e-5, atol=1e-5)
 
 
+def test_the_gradient_of_the_head_is_added_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bfloat16 sum of 2,000 equal parts stops growing at 256 of them."""
+    monkeypatch.setattr(log_probs_module, "_CHUNK_ELEMENTS", 11)
+    torch.manual_seed(0)
+    row, weight, labels = torch.randn(1, 5), torch.randn(11, 5), torch.zeros(2000, dtype=torch.int64)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        head = weight.bfloat16().to(dtype).requires_grad_()
+        log_probs, _ = token_log_probs(row.bfloat16().to(dtype).expand(2000, 5), head, labels)
+        found.append(torch.autograd.grad(log_probs.sum(), head)[0])
+    assert found[1].dtype == torch.bfloat16
+    assert (found[1].float() - found[0]).norm() < 1e-2 * found[0].norm()
+
+
 def test_no_rows_still_give_gradients() -> None:
     """A filler predicts nothing and must still take part in the backward pass."""
     hidden, weight = torch.zeros(0, 5, requires_grad=True), torch.randn(11, 5, requires_grad=True)

@@ -81,6 +81,17 @@ def test_k3_is_not_bounded_where_the_policy_has_left_the_reference(estimator):
     assert gradient.item() == pytest.approx({"k3": 1 - math.exp(-25), "k3+": 25}[estimator])
 
 
+@pytest.mark.parametrize("apart", [1e-7, -1e-7, 0.0, 1e-6])
+def test_rounding_decides_no_gradient_of_the_absolute_value(apart):
+    """Equal policies that were computed in two splits: the sign of what is between them says nothing."""
+    policy = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    found = estimate(policy, policy.detach() + apart, "abs")
+    assert found.item() == pytest.approx(abs(apart))
+    assert torch.autograd.grad(found.sum(), policy)[0].item() == 0
+    found = estimate(policy, policy.detach() + 1e-4, "abs")
+    assert torch.autograd.grad(found.sum(), policy)[0].item() == -1
+
+
 def test_k3_leads_nowhere_where_it_would_overflow():
     policy = torch.tensor([-25.0, -1000.0], requires_grad=True)
     found = estimate(policy, torch.zeros(2), "k3")

@@ -219,13 +219,14 @@ def test_an_update_is_told_what_the_configuration_says(trainer_of, monkeypatch):
         "update",
         lambda role, batch, loss, **how: told.append((role, loss, how)) or update(role, batch, loss, **how),
     )
-    coefficients = [trainer.step()["kl_coefficient"] for _ in range(2)]
-    assert [role for role, _, _ in told] == ["critic", "critic", "actor"]
+    coefficients = [trainer.step()["kl_coefficient"] for _ in range(3)]
+    assert [role for role, _, _ in told] == ["critic", *["critic", "actor"] * 2]
     assert told[0][1] == ValueLoss(0.3)
-    assert told[2][1] == PolicyLoss(trainer.algorithm, coefficients[1])
-    assert 0 < coefficients[1] != coefficients[0] == 0.1
+    assert [told[i][1] for i in (2, 4)] == [PolicyLoss(trainer.algorithm, c) for c in coefficients[1:]]
+    # It is steered by steps in which the policy can move, and by no others.
+    assert 0 < coefficients[2] != coefficients[1] == coefficients[0] == 0.1
     keys = [how.pop("shuffle_key") for _, _, how in told]
-    assert len(set(keys)) == 3
+    assert len(set(keys)) == 5
     for _, _, how in told:
         assert how == {
             "mini_batch_size": 4,

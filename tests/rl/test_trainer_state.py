@@ -96,6 +96,7 @@ def test_what_a_step_changes_is_saved_and_what_is_saved_is_restored(model, tmp_p
     store = StateStore(tmp_path / "states")
     with trainer_of(config, model) as trainer:
         fresh = trainer.state()
+        trainer.step()  # only the critic learns
         trainer.step()
         path = trainer.save(store)
         saved = trainer.state()

@@ -44,3 +44,18 @@ def test_an_fsdp2_actor_and_a_megatron_critic_have_processes_of_their_own(tmp_pa
     finally:
         for group in groups.values():
             group.shutdown()
+
+
+def test_reset_starts_the_optimizer_anew_and_keeps_the_weights(tmp_path):
+    model = save_tiny_model(tmp_path / "model")
+    with build_groups(scenario.specs(model, backend="megatron"))["actor"] as group:
+        scenario.add_rollout(group, model)
+        scenario.iterate(group, steps=1)
+        worker = group._host._workers["actor"]
+        weights = {name: tensor.clone() for name, tensor in worker.weights()}
+        group.reset("actor")
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in worker.weights())
+        with worker.engine.train_mode():
+            state = worker.engine.sharded_state()
+        assert not any(shard.local.any() for name, shard in state.items() if name.startswith("optimizer."))
+        assert worker.engine.scalar_state() == {"scheduler_step": 0}

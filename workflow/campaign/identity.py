@@ -21,8 +21,10 @@ from workflow.campaign.schema import RunConfig, default_of
 from workflow.campaign.stages import Stage
 from workflow.manifest import canonical_json
 
-LEARNING_ENGINE_KEYS = ("seed",)
+LEARNING_ENGINE_KEYS = ("seed", "moe_aux_loss_coefficient")
 """The keys of an engine that belong to what is learnt; all others only say how it is computed."""
+ADDED_ENGINE_KEYS = {"moe_aux_loss_coefficient": 0}
+"""Those that came after results had been published: with this value they are left out."""
 ADDED = (
     *(
         f"algorithm.{key}"
@@ -237,7 +239,9 @@ def without_execution(values: Mapping[str, Any], stage: Stage) -> dict[str, Any]
     for path in stage.roles:
         engine = lookup(result, path)
         if engine is not ABSENT:
-            result = replaced(result, path, {k: v for k, v in engine.items() if k in LEARNING_ENGINE_KEYS})
+            learnt = {key: engine[key] for key in LEARNING_ENGINE_KEYS if key in engine}
+            old = {key for key, value in ADDED_ENGINE_KEYS.items() if learnt.get(key) == value}
+            result = replaced(result, path, {key: learnt[key] for key in learnt if key not in old})
     for path in EXECUTION_PATHS:
         if lookup(result, path) is not ABSENT:
             result = replaced(result, path, None)

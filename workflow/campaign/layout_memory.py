@@ -179,7 +179,8 @@ def fsdp_moments(model: ModelSizes, engine: EngineConfig, batch: BatchShape, rep
     shards = (layout.shard_size or layout.data_parallel_size) * context
     layer, whole = model.layer_parameters, model.parameters
     root = whole - model.layers * layer
-    accumulates = batch.micro_batches > 1
+    # FSDP1 reduces in half precision after every micro-batch, and so keeps no whole gradients (``FSDP1Engine.no_sync``).
+    accumulates = batch.micro_batches > 1 and not (engine.backend == "fsdp" and size < FLOAT32)
     kept = rows * (size * kept_by_fsdp_layer(model, context) + _kept_in_float32(model, engine))
     entry = size * rows * model.hidden
     before = entry if engine.activation_checkpointing else kept
@@ -188,7 +189,7 @@ def fsdp_moments(model: ModelSizes, engine: EngineConfig, batch: BatchShape, rep
     head = size * model.vocabulary * model.hidden
     backward = head + size * rows * _backward_width(model, 3, 2)
     backward += size * (_largest(model, layout) if accumulates else layer)
-    accumulated = FLOAT32 * whole if accumulates else 0
+    accumulated = FLOAT32 * whole if accumulates else FLOAT32 * whole / shards * (batch.micro_batches > 1)
 
     def moment(name: str, gradients: float, activations: float, working: float) -> Memory:
         states = (FLOAT32 * whole / shards, gradients, 2 * FLOAT32 * whole / shards)
@@ -202,7 +203,7 @@ def fsdp_moments(model: ModelSizes, engine: EngineConfig, batch: BatchShape, rep
             "output head",
             accumulated,
             model.layers * before + 2 * entry + token,
-            gathered(1) + head + _head_work(model.vocabulary, rows) + 2 * entry,
+            gathered(1) + head + _head_work(model.vocabulary, model.hidden, rows, size) + 2 * entry,
         ),
         moment(
             "backward of the last layer",
@@ -292,7 +293,9 @@ def _stage_moments(
     ]
     if stage == stages - 1:
         work = (
-            size * embedding + _head_work(model.vocabulary // tensor, rows) + 3 * size * rows * model.hidden
+            size * embedding
+            + _head_work(model.vocabulary // tensor, model.hidden, rows, size)
+            + 3 * size * rows * model.hidden
         )
         moments.append(moment("output head", activations + 2 * entry, buffer + work))
     return moments
@@ -332,15 +335,22 @@ def _forward_only(model: ModelSizes, engine: EngineConfig, batch: BatchShape, re
         shards = (layout.shard_size or layout.data_parallel_size) * layout.context_parallel_size
         parameters, gathered = FLOAT32 * model.parameters / shards, size * model.parameters
         kept = kept_by_fsdp_layer(model, layout.context_parallel_size)
-    working = gathered + size * batch.tokens * kept + _head_work(model.vocabulary // tensor, batch.tokens)
+    working = (
+        gathered
+        + size * batch.tokens * kept
+        + _head_work(model.vocabulary // tensor, model.hidden, batch.tokens, FLOAT32)
+    )
     return Memory("forward pass", round(parameters), 0, 0, 0, round(working), replica)
 
 
 # ---- what both have --------------------------------------------------------------------------------------------------
 
 
-def _head_work(vocabulary: int, rows: int) -> int:
-    return FLOAT32 * LOGITS_COPIES * vocabulary * min(rows, max(1, LOGITS_AT_ONCE // vocabulary))
+def _head_work(vocabulary: int, hidden: int, rows: int, size: int) -> int:
+    """Logits of as many rows as are made at once; of several such parts, gradients of the head are added in float32."""
+    at_once = max(1, LOGITS_AT_ONCE // vocabulary)
+    added = FLOAT32 * vocabulary * hidden if rows > at_once and size < FLOAT32 else 0
+    return FLOAT32 * LOGITS_COPIES * vocabulary * min(rows, at_once) + added
 
 
 def _largest(model: ModelSizes, layout: LayoutConfig) -> int:

@@ -12,6 +12,8 @@ from workflow.campaign.algorithm import MAX_KL_ERROR, KLConfig
 
 # exp() of a log-ratio beyond this says no more than "far away" and would overflow.
 MAX_LOG_RATIO = 20.0
+ROUNDING = 1e-5
+"""As far apart two log-probs of one model are that were computed in different micro-batches or layouts."""
 
 
 def k1(log_ratio: Tensor) -> Tensor:
@@ -35,8 +37,9 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def absolute(log_ratio: Tensor) -> Tensor:
-    """|log r|: biased, never negative."""
-    return log_ratio.abs()
+    """|log r|: biased, never negative. Its gradient is 0 where log r is ``ROUNDING`` or less, whose sign rounding decides."""
+    size = log_ratio.abs()
+    return torch.where(size <= ROUNDING, size.detach(), size)
 
 
 def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, config: KLConfig) -> Tensor:

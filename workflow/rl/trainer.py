@@ -233,7 +233,8 @@ class PPOTrainer:
 
     def finish(self, batch: PackedBatch, sampled: PackedBatch) -> None:
         """Close the step's books on what it learnt from and all that was sampled."""
-        if self.algorithm.kl.place != "none":
+        # While only the critic learns the policy stands still: its divergence says nothing of the coefficient.
+        if self.algorithm.kl.place != "none" and self.steps_done >= actor_starts(self.algorithm):
             per_response = measure.response_divergence(batch, self.algorithm.kl)
             if len(per_response):
                 self.kl.update(float(per_response.mean()), len(per_response))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -50,6 +50,10 @@ class FSDP1Engine(ShardedDataParallelEngine):
             )
 
     def no_sync(self) -> AbstractContextManager[Any]:
+        if (
+            self.config.dtype == "bfloat16"
+        ):  # FSDP1 would add gradients of micro-batches in it; reduced ones it adds in float32
+            return nullcontext()
         return self.module.no_sync()
 
     def export_units(self) -> Iterator[tuple[str, Tensor]]:

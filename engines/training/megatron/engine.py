@@ -61,7 +61,6 @@ class MegatronEngine(BaseEngine):
             head = {}
             if self.model_type == "value_model":
                 head[VALUE_HEAD] = value_head(self.model_path, model.hidden_size, self.config.seed or 0)
-            Weights(self.chunks, None).read_files(self.model_path, head)
             wrapped: list[nn.Module] = list(self.chunks)
             if self.optimizer_config is None:
                 for chunk in self.chunks:
@@ -71,6 +70,8 @@ class MegatronEngine(BaseEngine):
                 self.optimizer = adamw(wrapped, self.optimizer_config, layout)
             self.module = nn.ModuleList(wrapped)
             self.weights = Weights(self.chunks, self.optimizer)
+            # Last: the optimizer's float32 weights are read too, which Megatron makes as copies of parameters that are rounded.
+            self.weights.read_files(self.model_path, head)
 
     def _check_config(self) -> Any:
         """The model's configuration; refuses before any process group exists what planning refuses."""

@@ -8,6 +8,7 @@ own formats for that (``dp_reshardable``, ``fully_reshardable``) are not used.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,26 +121,30 @@ class Weights:
         self.shapes = {name: self.shapes[name] for name in sorted(self.shapes, key=_natural)}
 
     def read_files(self, folder: Path, instead: dict[str, Tensor]) -> None:
-        """Fill the parameters from the safetensors files in ``folder``, of which only this rank's blocks are read.
+        """Fill parameters and the optimizer's float32 weights from the safetensors files in ``folder``, this rank's blocks only.
 
         Args:
             instead: whole tensors that stand in no file.
         """
         from safetensors import safe_open
 
-        wanted = {unit.name: (held, unit) for held in self.held for unit in held.units}
-        missing = set(wanted) - set(instead)
-        for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                for name in missing & set(file.keys()):
-                    held, unit = wanted[name]
-                    unit.write(held.parameter.detach(), file.get_slice(name)[unit.slices])
-                missing -= set(file.keys())
-        if missing:
-            raise KeyError(f"{folder}: no file holds {sorted(missing)[:3]} ({len(missing)} tensors)")
-        for name in instead.keys() & wanted.keys():
-            held, unit = wanted[name]
-            unit.write(held.parameter.detach(), instead[name][unit.slices])
+        with ExitStack() as opened:
+            files = [
+                opened.enter_context(safe_open(path, framework="pt"))
+                for path in sorted(folder.glob("*.safetensors"))
+            ]
+            places = {name: file for file in files for name in file.keys()}  # noqa: SIM118, it is no mapping
+            wanted = {unit.name for held in self.held for unit in held.units}
+            if missing := wanted - places.keys() - instead.keys():
+                raise KeyError(f"{folder}: no file holds {sorted(missing)[:3]} ({len(missing)} tensors)")
+            for held in self.held:
+                whole = torch.empty(held.parameter.shape, device=held.parameter.device)
+                for unit in held.units:
+                    stored = (
+                        instead[unit.name] if unit.name in instead else places[unit.name].get_slice(unit.name)
+                    )
+                    unit.write(whole, stored[unit.slices])
+                held.write(None, whole)
 
     def sharded(self) -> dict[str, Shard]:
         """``model.<name>``, and ``optimizer.<name>.<slot>`` of a model that is trained. Collective."""

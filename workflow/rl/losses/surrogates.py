@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from workflow.campaign.algorithm import AlgorithmConfig
+from workflow.rl.kl import absolute
 from workflow.rl.losses.ratios import Ratios
 
 Terms = tuple[Tensor, dict[str, Tensor]]
@@ -93,7 +94,7 @@ def kl_cov(ratios: Ratios, config: AlgorithmConfig) -> Terms:
 
     (Cui et al., The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, KL-Cov.)
     """
-    penalty = config.covariance.coefficient * ratios.log_ratio.abs()
+    penalty = config.covariance.coefficient * absolute(ratios.log_ratio)
     terms = -ratios.ratio * ratios.advantages + ratios.selected * penalty
     return terms, {"selected": ratios.selected}
 
