@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def launch(tmp_path, spec):
     """Runs the launcher as in a job of one node, with other arguments of the interpreter and another scratch."""
     folder = JobFolder(tmp_path / "results", spec.stage, spec.id, 2)
 
-    def launch_stage(code: str, scratch: str = "/tmp") -> EndRecord:
+    def launch_stage(code: str, scratch: str = "/tmp", **variables: str) -> EndRecord:
         offered = load_site("mini", ROOT / "configs").devices["npu"]
         task = Task(
             stage="train",
@@ -57,10 +58,13 @@ def launch(tmp_path, spec):
             warning_seconds=60,
             requeue=True,
         )
-        command = "import sys; from workflow.cluster.launcher import launch; launch(sys.argv[1])"
+        command = "import sys; from workflow.cluster import launcher; launcher.launch(sys.argv[1])"
+        command = command.replace(
+            "; launcher.", "; launcher.ENDED_SECONDS = launcher.ASK_AGAIN_SECONDS = 0.1; launcher."
+        )
         environment = os.environ | {"SLURM_JOB_ID": "1", "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
         environment |= {"SLURMD_NODENAME": "n1", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_CPUS_PER_NODE": "2"}
-        environment |= {"MINE": str(tmp_path)}
+        environment |= {"MINE": str(tmp_path), **variables}
         words = [sys.executable, "-c", command, json.dumps(task.model_dump(mode="json"))]
         done = subprocess.run(words, env=environment)
         end = folder.end("1")
@@ -74,6 +78,37 @@ def test_the_launcher_passes_on_that_a_person_stopped_the_stage(launch):
     end = launch("raise SystemExit(76)")
     assert (end.outcome, end.code) == ("stopped by user", 76)
     assert classify(JobState(UNKNOWN), end) == classify(JobState("FAILED"), end) == FailureClass.STOPPED
+
+
+TIMED_OUT = "slurm_requeue error: Socket timed out on send/recv operation"
+REQUEUES = {
+    "at once": ([""], "requeued"),
+    "refused": (["Requested operation is presently disabled"], "requeue refused"),
+    "a controller that answers late": ([TIMED_OUT, TIMED_OUT, ""], "requeued"),
+    # The first request was worked off after all: no other job may be submitted for the stage.
+    "a late answer to an earlier request": ([TIMED_OUT, "Job is pending execution for job 1"], "requeued"),
+}
+
+
+@pytest.mark.parametrize(("answers", "outcome"), REQUEUES.values(), ids=REQUEUES)
+def test_a_job_is_requeued_also_by_a_controller_that_is_slow_to_answer(launch, tmp_path, answers, outcome):
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    for number, answer in enumerate(answers):
+        (tmp_path / f"answer{number}").write_text(answer)
+    scontrol.write_text(f"""#!/bin/bash
+[ "$*" = "requeue 1" ] || exit 1
+number=$(ls {tmp_path} | grep -c asked)
+touch {tmp_path}/asked$number
+cat {tmp_path}/answer$number >&2
+[ ! -s {tmp_path}/answer$number ]
+""")
+    scontrol.chmod(0o755)
+    code = "import signal, time; signal.signal(signal.SIGUSR2, lambda *_: exit(75)); time.sleep(60)"
+    variables = {"PATH": f"{scontrol.parent}:/usr/bin:/bin", "SLURM_JOB_END_TIME": str(int(time.time()) + 63)}
+    end = launch(code, **variables)
+    assert (end.outcome, end.code) == (outcome, 75)
+    assert len(list(tmp_path.glob("asked*"))) == len(answers)
 
 
 def test_what_a_job_compiles_lies_below_scratch_and_goes_with_it(launch, tmp_path):

@@ -42,6 +42,8 @@ def end(outcome: str, code: int = 1, terminated: bool = False, restart: int = 0)
         ("FAILED", end("no progress", 75), FailureClass.NO_PROGRESS),
         ("FAILED", end("requeue refused", 75), FailureClass.TIMEOUT),
         ("OUT_OF_MEMORY", end("error", -9), FailureClass.OUT_OF_MEMORY),
+        ("OUT_OF_MEMORY", end("error", 1), FailureClass.OUT_OF_MEMORY),
+        ("CANCELLED", end("stopped by user", 76), FailureClass.STOPPED),
         ("TIMEOUT", end("error", 1, terminated=True), FailureClass.TIMEOUT),
         ("CANCELLED", end("stopped", 75, terminated=True), FailureClass.CANCELLED),
         ("PREEMPTED", end("stopped", 75, terminated=True), FailureClass.PREEMPTED),
@@ -55,6 +57,12 @@ def end(outcome: str, code: int = 1, terminated: bool = False, restart: int = 0)
 )
 def test_who_ended_the_stage_decides_its_failure_class(state, record, expected):
     assert classify(JobState(state), record) == expected
+
+
+def test_a_job_in_which_the_launcher_could_not_begin_is_its_nodes_failure():
+    """It lacks a mount or the launcher; another node may have it."""
+    assert classify(JobState("FAILED"), None, started=False) == FailureClass.NODE_FAIL
+    assert classify(JobState("CANCELLED"), None, started=False) == FailureClass.CANCELLED
 
 
 def test_a_job_that_slurm_ended_for_its_memory_says_so_in_its_log_alone(tmp_path):
@@ -83,12 +91,13 @@ def test_only_what_can_end_otherwise_is_tried_again():
         (None, False),
         (end("published", 0), False),
         (end("requeued", 75), False),
-        (end("error", 1), True),
+        (end("error", 1), False),  # a rank may have been killed for its memory
         (end("error", -9), False),
         (end("error", 137), False),
         (end("node lost", 1), False),
         (end("error", 1, terminated=True), False),
         (end("refused", 64), True),
+        (end("stopped by user", 76), True),
     ],
 )
 def test_a_record_counts_alone_unless_something_outside_may_have_ended_the_stage(record, alone):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-import subprocess
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from workflow.campaign.site import DeviceSite
 from workflow.cluster.nodes import expand_nodes, expand_numbers
+from workflow.cluster.slurm import SlurmLimit, SlurmRefused, SlurmUnavailable, slurm
 
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 """The variable by which a runtime is told its devices."""
+PATIENCE, PAUSE = 300.0, 5.0
+"""Seconds for which a controller that does not answer is asked, and between two questions."""
 _GRES_NAME = {"cuda": "gpu", "npu": "npu"}
 _NODES = re.compile(r"^\s+Nodes=(\S+) .*?\bGRES=(.*)$", re.MULTILINE)
 _GRES = re.compile(
@@ -52,24 +56,29 @@ def read_allocation(text: str, device: str) -> dict[str, Allocated]:
     return found
 
 
-def query_allocation(job_id: str, timeout: float = 30.0) -> str:
-    """What ``scontrol show job -d`` says of a job.
+def query_allocation(job_id: str) -> str:
+    """What ``scontrol show job -d`` says of a job; a controller that is busy or restarts is asked again for ``PATIENCE``.
 
     Raises:
-        DevicesUnclear: SLURM does not answer.
+        DevicesUnclear: SLURM does not answer, or says no.
     """
-    try:
-        command = ["scontrol", "show", "job", "-d", job_id]
-        return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise DevicesUnclear(f"job {job_id}: scontrol does not tell its devices ({error})") from None
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return slurm("scontrol", "show", "job", "-d", job_id, timeout=30)
+        except (SlurmUnavailable, SlurmRefused, SlurmLimit) as error:
+            if not isinstance(error, SlurmUnavailable) or time.monotonic() > deadline:
+                raise DevicesUnclear(f"job {job_id}: scontrol does not tell its devices ({error})") from None
+        time.sleep(PAUSE)
 
 
-def visible_devices(text: str, node: str, device: str, offered: DeviceSite) -> tuple[int, ...] | None:
+def visible_devices(
+    ask: Callable[[], str], node: str, device: str, offered: DeviceSite
+) -> tuple[int, ...] | None:
     """The indices to make visible to this job's processes on ``node``; None when everything they see is theirs.
 
     Args:
-        text: of ``scontrol show job -d``.
+        ask: gives the text of ``scontrol show job -d``; called only where it matters.
         offered: what the site says of the device key.
 
     Raises:
@@ -77,7 +86,7 @@ def visible_devices(text: str, node: str, device: str, offered: DeviceSite) -> t
     """
     if offered.stand_in or offered.confines_devices or device not in VISIBLE:
         return None
-    allocated = read_allocation(text, device).get(node)
+    allocated = read_allocation(ask(), device).get(node)
     if allocated is not None and allocated.indices is not None:
         return allocated.indices
     if offered.whole_nodes != "no" or (allocated is not None and allocated.count == offered.devices_per_node):

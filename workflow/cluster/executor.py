@@ -21,7 +21,7 @@ from workflow.campaign.pace import SIGNAL_SLACK, estimated_save, measured_pace, 
 from workflow.campaign.plan import StageSpec
 from workflow.campaign.site import SiteConfig
 from workflow.campaign.triggers import Triggers
-from workflow.cluster.jobs import JobFolder, job_log, published, unpublished
+from workflow.cluster.jobs import JobFolder, job_log, published, read_start, unpublished
 from workflow.cluster.launcher import Task
 from workflow.cluster.nodes import expand_nodes
 from workflow.cluster.placement import SbatchRequest, check_place, place_stage
@@ -44,7 +44,7 @@ ASK_SECONDS = (1.0, 15.0)
 """Between questions to SLURM: at first, and at most when nothing changes."""
 WAIT_SECONDS = (2.0, 60.0)
 """Before a submission that SLURM could not take is tried again: at first, and at most."""
-UNTOLD_SECONDS = 30.0
+UNTOLD_SECONDS = 90.0
 """For SLURM to tell why a job ended, and for a manifest to be seen on this host."""
 WARNING_SECONDS = 2 * SIGNAL_SLACK
 """At least, before the end of a job."""
@@ -302,13 +302,15 @@ class StageJobs:
                 return
             job.ended = job.ended or time.monotonic()
             late = time.monotonic() - job.ended > UNTOLD_SECONDS
-            if not late and (silent or job.state.state == "COMPLETED"):
+            complete = job.state.state == "COMPLETED" or (end is not None and end.outcome == "published")
+            if not late and (silent or complete):
                 return
         if published(job.spec, job.step):  # between the first look and SLURM's answer
             job.outcome = True
             return
         over_memory = ended_for_memory(job_log(job.spec, job.step), job.record.job)
-        kind = classify(job.state, end, over_memory)
+        start = read_start(job.folder.path)
+        kind = classify(job.state, end, over_memory, start is not None and start.job == job.record.job)
         told = f"SLURM job {job.record.job} ended" + (f" as {job.state.state}" if job.state.final else "")
         if end is not None:
             told += f"; its launcher: {end.outcome}, exit code {end.code}, on {end.node}"

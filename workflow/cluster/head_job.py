@@ -23,7 +23,7 @@ _SCRIPT = """\
 export PYTHONPATH="$PYTHONPATH:."
 "$launcher" -m snakemake --profile slurm --config {options} &
 head=$!
-leave() {{ kill -KILL "$head"; scontrol requeue "$SLURM_JOB_ID"; sleep 60; }}
+leave() {{ kill -KILL "$head"; until scontrol requeue "$SLURM_JOB_ID"; do sleep 5; done; sleep 60; }}
 trap leave USR2
 wait "$head"
 """

@@ -34,6 +34,9 @@ WARNED_EARLY = 90.0
 """Seconds by which SLURM's warning before a time limit may come early; a warning still earlier has another reason: preemption."""
 LOST_SECONDS = 15.0
 """For a stage to see by itself that a node is lost, and for this process to see why a stage ended."""
+ENDED_SECONDS = 30.0
+"""In which SLURM ends a start that was requeued."""
+ASK_AGAIN_SECONDS = 5.0
 SCRATCH = "baton-job-"
 """Of a job's folder on its first node."""
 UNPROGRESSED_STARTS = 2
@@ -173,7 +176,7 @@ class _Start:
         if first:
             variables = variables | scratch.caches()
         if task.device != "cpu":
-            devices = visible_devices(self._allocation, node, task.device, offered)
+            devices = visible_devices(lambda: self._allocation, node, task.device, offered)
             variables = variables | device_variables(task.device, devices)
         how = {
             "folder": task.folder,
@@ -259,13 +262,30 @@ class _Start:
         if not task.requeue:
             return self._end("requeue refused", code, "the site does not requeue jobs")
         self._end("requeued", code)
-        try:
-            slurm("scontrol", "requeue", self._job)
-        except (SlurmUnavailable, SlurmRefused, SlurmLimit) as error:
-            return self._end("requeue refused", code, str(error))
-        self._say("requeued")
-        time.sleep(30)  # SLURM ends this start
+        if refused := self._requeue():
+            return self._end("requeue refused", code, refused)
+        time.sleep(ENDED_SECONDS)  # SLURM ends this start
         return STOPPED
+
+    def _requeue(self) -> str:
+        """Ask SLURM to requeue this job, again while it does not answer; why it says no.
+
+        A request without an answer may still be worked off, so the record says requeued, and what is said of a second one counts no more.
+        """
+        asked, deadline = 0, self._deadline() - LOST_SECONDS
+        while True:
+            asked += 1
+            try:
+                slurm("scontrol", "requeue", self._job)
+                self._say("requeued")
+                return ""
+            except (SlurmRefused, SlurmLimit) as error:
+                return str(error) if asked == 1 else ""
+            except SlurmUnavailable as error:
+                self._say(f"not requeued yet: {error}")
+            if time.time() > deadline:
+                return ""
+            time.sleep(ASK_AGAIN_SECONDS)
 
     def _state(self) -> str | None:
         try:

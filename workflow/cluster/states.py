@@ -35,7 +35,6 @@ SACCT_PAUSE = 60.0
 """Seconds for which a failing sacct is not asked again."""
 LAST_LINES = 15
 """Of a job's log, in the message of its failure."""
-KILL_SIGNALS = (-9, 137)
 """Exit codes of a process that was killed: the memory limit does that, and SLURM tells so a little later."""
 
 
@@ -194,18 +193,24 @@ _BY_OUTCOME = {
 
 def settled(end: EndRecord | None) -> bool:
     """Whether the launcher's record tells the failure by itself, without SLURM's state."""
-    if end is None or end.terminated or end.outcome in ("published", "requeued", "node lost"):
-        return False
-    return end.outcome != "error" or end.code not in KILL_SIGNALS
+    # Of an error SLURM may know more: a rank that is killed for its memory ends the stage as its own error.
+    return (
+        end is not None
+        and not end.terminated
+        and end.outcome not in ("published", "requeued", "node lost", "error")
+    )
 
 
-def classify(state: JobState, end: EndRecord | None, over_memory: bool = False) -> FailureClass:
+def classify(
+    state: JobState, end: EndRecord | None, over_memory: bool = False, started: bool = True
+) -> FailureClass:
     """The class of a job that ended without a manifest.
 
     The launcher knows best why the stage ended, unless something outside ended both: then SLURM knows.
 
     Args:
         over_memory: see :func:`ended_for_memory`.
+        started: whether the launcher has begun. Where it could not, the node lacks what it needs.
     """
     if end is not None and settled(end):
         return _BY_OUTCOME.get(end.outcome, FailureClass.OWN_ERROR)
@@ -215,7 +220,7 @@ def classify(state: JobState, end: EndRecord | None, over_memory: bool = False) 
         return _BY_STATE[state.state]
     if end is not None:
         return _BY_OUTCOME.get(end.outcome, FailureClass.OWN_ERROR)
-    return FailureClass.NODE_FAIL if state.state == GONE else FailureClass.OWN_ERROR
+    return FailureClass.NODE_FAIL if state.state == GONE or not started else FailureClass.OWN_ERROR
 
 
 def ended_for_memory(log: Path, job: str) -> bool:
