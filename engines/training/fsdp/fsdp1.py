@@ -50,9 +50,8 @@ class FSDP1Engine(ShardedDataParallelEngine):
             )
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        if (
-            self.config.dtype == "bfloat16"
-        ):  # FSDP1 would add gradients of micro-batches in it; reduced ones it adds in float32
+        # In half precision FSDP1 would add gradients of micro-batches as they are; reduced ones it adds in float32.
+        if self.config.dtype == "bfloat16":
             return nullcontext()
         return self.module.no_sync()
 
