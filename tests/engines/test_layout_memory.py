@@ -50,7 +50,7 @@ CASES: list[tuple[str, str, str, dict[str, int], int, bool, str]] = [
     ("megatron", "EP2xDP2", "qwen3-moe", EXPERTS, 1, True, "float32"),
     ("megatron", "TP2+SP", "qwen3-moe", EXPERTS, 2, True, "float32"),
     ("fsdp2", "world 2", "qwen3", DEEP, 1, False, "bfloat16"),
-    ("fsdp", "world 2", "qwen3", DEEP, 2, False, "bfloat16"),
+    ("fsdp", "world 2", "qwen3", DEEP, 2, True, "bfloat16"),
     ("megatron", "DP2+DO", "llama", WIDE, 1, False, "bfloat16"),
     ("fsdp", "world 2", "qwen3", WIDE, 2, False, "float32"),
 ]
